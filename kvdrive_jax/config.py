@@ -1,0 +1,288 @@
+"""Configuration: frozen dataclasses, one per concern, one TOML format, flags made from them.
+
+Every field's ``metadata`` carries its help text; ``generate`` builds its flags from it, so that
+the API, the file and the command line cannot drift apart. Limits that need no model are checked
+here, at construction; limits that need one are checked by ``plan``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from typing import Literal
+
+GroupRule = Literal["softmax-sum", "softmax-max", "max", "mean"]
+MethodName = Literal["kvdrive", "full"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+DEFAULT_BUDGET_TOKENS = 2048
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_size(text: str | int, name: str = "size") -> int:
+    """Bytes of a size such as ``512MiB``, ``8GiB``, ``1.5GB`` or ``4096``.
+
+    Raises ValueError naming ``name`` when the text is not a size of at least zero bytes.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text < 0:
+            raise ValueError(f"{name} must be a size of at least 0 bytes, got {text}")
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{name} must be a size such as 512MiB, 8GiB or 4096, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_budget(text: str | int | float, name: str = "budget") -> int | float:
+    """A budget from text: an integer is tokens, a value below 1 a ratio of the context."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or (value >= 1 and value != int(value)):
+        raise ValueError(
+            f"{name} must be a whole number of tokens, or a ratio below 1, got {text!r}"
+        )
+    return value if 0 < value < 1 else int(value)
+
+
+def format_size(nbytes: int) -> str:
+    """Bytes for people: ``98.2 MiB``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024 or unit == "GiB":
+            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+def _option(default: Any, help: str, *, parse: Any = None, flag: str | None = None) -> Any:
+    metadata = {"help": help, "parse": parse, "flag": flag}
+    return field(default=default, metadata=metadata)
+
+
+def _require(condition: bool, name: str, expected: str, got: Any) -> None:
+    if not condition:
+        raise ValueError(f"{name} must be {expected}, got {got!r}")
+
+
+def _positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalConfig:
+    """What is attended to: budget, chunks, clusters, and the tokens always kept.
+
+    Raises ValueError from the constructor when a value is out of range.
+    """
+
+    budget: int | float | None = _option(
+        None,
+        "tokens each kv head may attend to beside sink and local: an integer is tokens, a value "
+        f"below 1 a ratio of the prompt (default: {DEFAULT_BUDGET_TOKENS} tokens, or the context)",
+        parse=parse_budget,
+    )
+    chunk_size: int = _option(4, "consecutive tokens that are selected and moved together")
+    tokens_per_cluster: int = _option(16, "tokens per centroid of the index")
+    sink: int = _option(4, "first tokens, always attended")
+    local: int = _option(64, "last tokens, always attended")
+    group_rule: GroupRule = _option(
+        "softmax-sum", "how the query heads of one kv head are combined when chunks are ranked"
+    )
+    observation: int = _option(32, "last prompt queries that decide where a chunk starts")
+    segment_tokens: int = _option(8192, "tokens clustered together by one k-means")
+    kmeans_rounds: int = _option(10, "rounds of k-means when the index is built")
+    flush_tokens: int = _option(256, "generated tokens moved into the index and store at once")
+
+    def __post_init__(self) -> None:
+        _require(
+            _positive_int(self.chunk_size), "chunk_size", "a positive integer", self.chunk_size
+        )
+        budget = self.budget
+        if budget is not None:
+            _require(
+                isinstance(budget, int | float) and not isinstance(budget, bool) and budget > 0,
+                "budget",
+                "a positive number of tokens, or a ratio below 1",
+                budget,
+            )
+            if budget >= 1:
+                _require(budget == int(budget), "budget", "a whole number of tokens", budget)
+                _require(
+                    budget >= self.chunk_size,
+                    "budget",
+                    f"at least one chunk (chunk_size = {self.chunk_size} tokens)",
+                    budget,
+                )
+        for name in ("tokens_per_cluster", "observation", "kmeans_rounds", "local"):
+            value = getattr(self, name)
+            _require(_positive_int(value), name, "a positive integer", value)
+        _require(
+            isinstance(self.sink, int) and self.sink >= 0, "sink", "an integer >= 0", self.sink
+        )
+        choices = get_args(GroupRule)
+        _require(self.group_rule in choices, "group_rule", f"one of {choices}", self.group_rule)
+        for name in ("segment_tokens", "flush_tokens"):
+            value = getattr(self, name)
+            _require(
+                _positive_int(value) and value % self.chunk_size == 0,
+                name,
+                f"a positive multiple of chunk_size = {self.chunk_size}",
+                value,
+            )
+
+    def budget_tokens(self, prompt_tokens: int, context_length: int) -> int:
+        """Budget in tokens for a prompt; raises ValueError when it exceeds the context length."""
+        if self.budget is None:
+            return max(self.chunk_size, min(DEFAULT_BUDGET_TOKENS, context_length))
+        if self.budget < 1:
+            return max(self.chunk_size, math.ceil(self.budget * prompt_tokens))
+        if self.budget > context_length:
+            raise ValueError(
+                f"budget must be at most the context length, {context_length} tokens, "
+                f"got {self.budget}: give a smaller budget, or a ratio below 1"
+            )
+        return int(self.budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig:
+    """The window in HBM. Raises ValueError from the constructor when a value is out of range."""
+
+    multiple: float | None = _option(
+        None,
+        "window size as a multiple of the budget, at least 1 (default: everything if it fits the "
+        "HBM budget, else the largest of 4, 3, 2, 1.5 and 1 that does)",
+        flag="window",
+    )
+    lookahead: float = _option(
+        1.25, "candidates that lookahead eviction prefers to keep, as a multiple of the budget"
+    )
+
+    def __post_init__(self) -> None:
+        if self.multiple is not None:
+            _require(
+                isinstance(self.multiple, int | float) and 1 <= self.multiple < math.inf,
+                "window",
+                "a multiple of the budget of at least 1",
+                self.multiple,
+            )
+        _require(
+            isinstance(self.lookahead, int | float) and 1 <= self.lookahead < math.inf,
+            "lookahead",
+            "a multiple of the budget of at least 1",
+            self.lookahead,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierConfig:
+    """Bytes each tier may use. ``None`` means: find out from the machine (see ``plan``)."""
+
+    hbm_budget: int | None = _option(
+        None, "device memory for weights, activations, index and windows", parse=parse_size
+    )
+    dram_budget: int | None = _option(None, "host memory for KV and staging", parse=parse_size)
+    ssd_budget: int | None = _option(None, "bytes on disk for KV (needs ssd_dir)", parse=parse_size)
+    ssd_dir: str | None = _option(None, "directory of the SSD tier; without it there is none")
+    extent_bytes: int = _option(65536, "unit of SSD reads and writes", parse=parse_size)
+
+    def __post_init__(self) -> None:
+        for name in ("hbm_budget", "dram_budget", "ssd_budget"):
+            value = getattr(self, name)
+            _require(
+                value is None or (isinstance(value, int) and value >= 0),
+                name,
+                "a size of at least 0 bytes",
+                value,
+            )
+        _require(_positive_int(self.extent_bytes), "extent_bytes", "a positive size", 0)
+        if self.ssd_budget and self.ssd_dir is None:
+            raise ValueError("ssd_budget needs ssd_dir: say where the SSD tier may write")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVDriveConfig:
+    """Everything that is fixed for the life of an Engine."""
+
+    method: MethodName = _option("kvdrive", "how attention is served: kvdrive, or full attention")
+    dtype: DtypeName = _option(
+        "auto", "of weights, activations and KV (auto: float32 on CPU, the checkpoint's on a GPU)"
+    )
+    context_length: int | None = _option(
+        None, "longest prompt plus new tokens (default: the model's maximum)"
+    )
+    batch_size: int = _option(4, "prompts decoded together")
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+    window: WindowConfig = field(default_factory=WindowConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
+
+    def __post_init__(self) -> None:
+        for name, choices in (("method", get_args(MethodName)), ("dtype", get_args(DtypeName))):
+            value = getattr(self, name)
+            _require(value in choices, name, f"one of {', '.join(choices)}", value)
+        _require(
+            self.context_length is None or _positive_int(self.context_length),
+            "context_length",
+            "a positive integer",
+            self.context_length,
+        )
+        _require(
+            _positive_int(self.batch_size), "batch_size", "a positive integer", self.batch_size
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, as they would stand in a TOML file."""
+        return dataclasses.asdict(self)
+
+
+SECTIONS: dict[str, type] = {
+    "retrieval": RetrievalConfig,
+    "window": WindowConfig,
+    "tiers": TierConfig,
+}
+
+
+def build(cls: type, values: dict[str, Any], where: str) -> Any:
+    """``cls(**values)`` with each value parsed; unknown keys raise ValueError naming ``where``."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r} in {where}; known: {', '.join(fields)}")
+    parsed = {}
+    for name, value in values.items():
+        parse = fields[name].metadata.get("parse")
+        parsed[name] = parse(value, name) if parse is not None and value is not None else value
+    return cls(**parsed)
+
+
+def config_from_dict(values: dict[str, Any], where: str = "config") -> KVDriveConfig:
+    """KVDriveConfig from nested plain values; unknown keys and bad values raise ValueError."""
+    top = {}
+    for name, value in values.items():
+        if name in SECTIONS:
+            _require(isinstance(value, dict), f"{where}: {name}", "a table", value)
+            top[name] = build(SECTIONS[name], value, f"{where}, table [{name}]")
+        else:
+            top[name] = value
+    return build(KVDriveConfig, top, where)  # type: ignore[no-any-return]
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """The tables of a TOML file; ValueError names the file when it is missing or malformed."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config file {path} is not TOML: {error}") from error

@@ -1,0 +1,304 @@
+"""The engine: prompts in, text out. Prefill, decode, batches, streams.
+
+One thread owns an engine and everything JAX. A call goes through its prompts in batches; within a
+batch every session is prefilled in turn, then all are decoded together until the last has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, overload
+
+from kvdrive_jax import compat
+from kvdrive_jax.batch import run_batch
+from kvdrive_jax.config import KVDriveConfig, format_size
+from kvdrive_jax.methods.base import Tools
+from kvdrive_jax.models.model import Model
+from kvdrive_jax.models.tokenizer import Tokenizer
+from kvdrive_jax.models.weights import load_pretrained
+from kvdrive_jax.plan import Budgets, Plan, plan_batch, resolve_budgets
+from kvdrive_jax.report import RunReport
+from kvdrive_jax.sampling import SamplingConfig
+from kvdrive_jax.session import Generation, Session, StreamEvent
+from kvdrive_jax.telemetry import Ledger, Progress
+from kvdrive_jax.text import check_stop_strings
+
+
+class Engine:
+    """A model with its KV cache over HBM, DRAM and SSD.
+
+    Use as a context manager, or call ``close``. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        config: KVDriveConfig | None = None,
+        *,
+        name: str = "model",
+        quiet: bool = True,
+        budgets: Budgets | None = None,
+    ) -> None:
+        """Take a loaded model. Raises ValueError when the configuration does not suit it."""
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.config = config or KVDriveConfig()
+        self.budgets = budgets or resolve_budgets(self.config.tiers)
+        self.context_length = check_context(self.config, model.config.max_positions)
+        self._quiet = quiet
+        self._closed = False
+        self._ledger = Ledger(
+            hbm=self.budgets.hbm, dram=self.budgets.dram, ssd=self.budgets.ssd
+        )
+        self._ledger.reserve("hbm", "weights", model.nbytes)
+        self._report: RunReport | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str = "demo",
+        config: KVDriveConfig | None = None,
+        *,
+        quiet: bool = True,
+        cache_dir: str | None = None,
+    ) -> Engine:
+        """Load ``demo``, a .gguf file or a Hugging Face folder.
+
+        cache_dir: where converted weights are kept for a faster second start (None: not at all).
+        Raises ValueError for a model or configuration that cannot be used, BudgetError (a
+        ValueError) when the weights alone exceed the HBM budget, before they are loaded.
+        """
+        config = config or KVDriveConfig()
+        budgets = resolve_budgets(config.tiers)
+        start = time.perf_counter()
+        progress = Progress(f"loading {model}", 1, "model", quiet=quiet)
+        tokenizer = Tokenizer.from_pretrained(model)
+        loaded = load_pretrained(
+            model, config.dtype, context_length=config.context_length
+        )
+        engine = cls(loaded, tokenizer, config, name=model, quiet=quiet, budgets=budgets)
+        progress.finish(
+            f"loaded {model}: {loaded.parameter_count / 1e6:,.0f} M parameters, "
+            f"{format_size(loaded.nbytes)} in {time.perf_counter() - start:.1f} s"
+        )
+        return engine
+
+    # Asking
+
+    def encode(self, prompt: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
+        """Token ids of a prompt.
+
+        chat: through the model's template (None: if it has one). Raises ValueError for an empty
+        prompt, a system message without chat, or a template that fails.
+        """
+        if not prompt:
+            raise ValueError("prompt must not be empty")
+        use_chat = self.tokenizer.has_template if chat is None else chat
+        if not use_chat and system is not None:
+            raise ValueError("system needs chat: this prompt goes to the model as plain text")
+        ids = (
+            self.tokenizer.encode_chat(prompt, system)
+            if use_chat
+            else self.tokenizer.encode(prompt)
+        )
+        if not ids:
+            raise ValueError("prompt must not be empty, got text that makes no token")
+        return ids
+
+    def plan(self, prompt_tokens: Sequence[int], max_new_tokens: int) -> Plan:
+        """Where every byte of a batch of prompts will go."""
+        model = self.model
+        return plan_batch(
+            model.config,
+            model.dtype,
+            model.parameter_count,
+            self.config,
+            prompt_tokens,
+            max_new_tokens,
+            budgets=self.budgets,
+        )
+
+    def config_line(self) -> str:
+        """The effective configuration in one line."""
+        config, retrieval = self.config, self.config.retrieval
+        parts = [f"model {self.name}", f"method {config.method}", f"{self.model.dtype.name}"]
+        if config.method != "full":
+            budget = retrieval.budget if retrieval.budget is not None else "default"
+            window = config.window.multiple
+            parts += [
+                f"budget {budget}",
+                f"chunk {retrieval.chunk_size}",
+                f"{retrieval.tokens_per_cluster} tokens/cluster",
+                f"sink {retrieval.sink} local {retrieval.local}",
+                f"group {retrieval.group_rule}",
+                f"window {'auto' if window is None else f'x{window:g}'}",
+            ]
+        parts += [
+            f"context {self.context_length}",
+            f"hbm {format_size(self.budgets.hbm)}",
+            f"dram {format_size(self.budgets.dram)}",
+        ]
+        if self.budgets.ssd:
+            parts.append(f"ssd {format_size(self.budgets.ssd)} in {config.tiers.ssd_dir}")
+        return ", ".join([*parts, f"on {compat.device_name()}"])
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the last call; the fields are those of ``docs/stats.md``."""
+        if self._report is None:
+            self._report = RunReport()
+        config = {**self.config.to_dict(), "context_length": self.context_length}
+        return {
+            "model": self.name,
+            "method": self.config.method,
+            "device": compat.device_name(),
+            "dtype": self.model.dtype.name,
+            "config": config,
+            **self._report.to_dict(self._ledger),
+        }
+
+    # Generating
+
+    @overload
+    def generate(self, prompts: str, **options: Any) -> Generation: ...
+    @overload
+    def generate(self, prompts: Sequence[str], **options: Any) -> list[Generation]: ...
+    def generate(self, prompts: str | Sequence[str], **options: Any) -> Generation | list[Generation]:
+        """Generate for one prompt or several; options as for ``stream``."""
+        done: dict[int, Generation] = {}
+        for event in self.stream(prompts, **options):
+            if event.generation is not None:
+                done[event.session] = event.generation
+        results = [done[number] for number in sorted(done)]
+        return results[0] if isinstance(prompts, str) else results
+
+    def stream(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int = 128,
+        sampling: SamplingConfig | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        chat: bool | None = None,
+        system: str | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Text as it is made, one event after another; the last of a session has its Generation.
+
+        Everything that can be refused is refused here, before any work: ValueError for an empty
+        prompt, a bad option, a prompt that is too long, or a plan that does not fit. Closing the
+        iterator cancels what is under way and gives everything back.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        encoded = [self.encode(text, chat=chat, system=system) for text in texts]
+        return self.stream_ids(
+            encoded,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            ignore_eos=ignore_eos,
+        )
+
+    def stream_ids(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 128,
+        sampling: SamplingConfig | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Iterator[StreamEvent]:
+        """``stream`` for prompts that are token ids already."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
+        stop = check_stop_strings(stop)
+        for number, ids in enumerate(prompts):
+            self._check_prompt(number, ids, max_new_tokens)
+        size = self.config.batch_size
+        groups = [list(range(i, min(i + size, len(prompts)))) for i in range(0, len(prompts), size)]
+        plans = [self.plan([len(prompts[i]) for i in group], max_new_tokens) for group in groups]
+        for plan in plans:
+            plan.require()
+        eos = frozenset() if ignore_eos else self.model_eos()
+
+        def start(number: int) -> Session:
+            return Session.start(
+                number,
+                prompts[number],
+                max_new_tokens=max_new_tokens,
+                eos_token_ids=eos,
+                tokenizer=self.tokenizer,
+                stop=stop,
+            )
+
+        return self._run(groups, plans, start, sampling or SamplingConfig())
+
+    def _run(
+        self,
+        groups: list[list[int]],
+        plans: list[Plan],
+        start: Callable[[int], Session],
+        sampling: SamplingConfig,
+    ) -> Iterator[StreamEvent]:
+        report = self._report = RunReport()
+        tools = Tools(
+            model=self.model,
+            config=self.config,
+            ledger=self._ledger,
+            traffic=report.traffic,
+            clock=report.clock,
+        )
+        for group, plan in zip(groups, plans, strict=True):
+            sessions = [start(number) for number in group]
+            yield from run_batch(tools, sessions, plan, sampling, report, quiet=self._quiet)
+
+    def model_eos(self) -> frozenset[int]:
+        """Every token that ends a generation, of model and tokenizer together."""
+        return frozenset(self.model.config.eos_token_ids) | self.tokenizer.eos_token_ids
+
+    def _check_prompt(self, number: int, ids: Sequence[int], max_new_tokens: int) -> None:
+        if not len(ids):
+            raise ValueError(f"prompt {number} must not be empty")
+        total = len(ids) + max_new_tokens
+        if total > self.context_length:
+            raise ValueError(
+                f"prompt {number} has {len(ids):,} tokens, with max_new_tokens = "
+                f"{max_new_tokens:,} that makes {total:,}; the context length is "
+                f"{self.context_length:,}: shorten the prompt or lower max_new_tokens"
+            )
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.model.config.vocab_size:
+            raise ValueError(
+                f"prompt {number} must hold token ids below {self.model.config.vocab_size}, got "
+                f"{low if low < 0 else high}"
+            )
+
+    def close(self) -> None:
+        """Give back the weights' account; further calls raise RuntimeError. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._ledger.release("hbm", "weights")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def check_context(config: KVDriveConfig, model_maximum: int) -> int:
+    """The context length in force; ValueError when the configured one exceeds the model's."""
+    length = config.context_length or model_maximum
+    if length > model_maximum:
+        raise ValueError(
+            f"context_length must be at most the model's {model_maximum:,} positions, got {length:,}"
+        )
+    return length

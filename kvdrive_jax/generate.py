@@ -1,0 +1,379 @@
+"""``python -m kvdrive_jax.generate``: prompts in, text out.
+
+stdout carries the answer and nothing else; progress, the effective configuration, the summary and
+errors go to stderr. Exit status: 0 done, 1 the run failed or was stopped, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from kvdrive_jax.cli_options import GenerateConfig, Options, check_outputs, parse_command_line
+from kvdrive_jax.config import format_size
+from kvdrive_jax.prompts import Prompt, read_prompts
+from kvdrive_jax.telemetry import Progress
+
+if TYPE_CHECKING:
+    from kvdrive_jax.engine import Engine
+    from kvdrive_jax.models.tokenizer import Tokenizer
+    from kvdrive_jax.plan import Plan
+    from kvdrive_jax.session import Generation
+
+DONE, FAILED, USAGE = 0, 1, 2
+
+# What a request gets that cannot be served as it stands: status 2 as long as nothing was made.
+REFUSALS = (ValueError, NotImplementedError, FileNotFoundError, ImportError)
+
+
+class OutputClosed(Exception):
+    """Whoever read stdout went away."""
+
+
+class StopSignals:
+    """Ctrl-C and SIGTERM while the engine works.
+
+    Before text flows (``gentle`` is False) they raise KeyboardInterrupt at once. After that the
+    first one only sets ``requested``, so that the step under way ends whole and what was made is
+    kept; a second one raises.
+    """
+
+    def __init__(self) -> None:
+        self.gentle = False
+        self.requested = False
+
+    def __enter__(self) -> StopSignals:
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._received)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        hard = self.requested or not self.gentle
+        self.requested = True
+        if hard:
+            raise KeyboardInterrupt
+
+
+class Run:
+    """One run of the command: from options to an exit status."""
+
+    def __init__(self, options: Options, prompts: Sequence[Prompt]) -> None:
+        self.options = options
+        self.generate = options.generate
+        self.good = [prompt for prompt in prompts if prompt.error is None]
+        self.bad = [prompt for prompt in prompts if prompt.error is not None]
+        self.failed = bool(self.bad)
+        self.made_text = False
+        self.signals = StopSignals()
+
+    def say(self, line: str) -> None:
+        """A line on stderr, unless --quiet."""
+        if not self.generate.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def plan(self) -> int:
+        """--plan: the table on stdout; status 0 if it fits."""
+        plan = self._plan()
+        print(plan.table())
+        return DONE if plan.fits else FAILED
+
+    def serve(self) -> int:
+        """Load the model, answer every prompt, write the statistics."""
+        with self.signals, self._output() as output:
+            for prompt in self.bad:
+                self._write_line(output, prompt, error=prompt.error)
+            if not self.good:
+                return FAILED
+            if self.generate.input_jsonl is None:  # else each group of lines is checked alone
+                self._plan().require()  # before the weights are loaded
+            with self._engine() as engine:
+                self.say(engine.config_line())
+                try:
+                    if self.generate.input_jsonl is None:
+                        self._answer_one(engine, output)
+                    else:
+                        self._answer_all(engine, output)
+                finally:
+                    self._write_stats(engine)
+                self.say(summary(engine.stats()))
+        if self.signals.requested:
+            complain("stopped: what was made until then is kept")
+        return FAILED if self.failed or self.signals.requested else DONE
+
+    def _plan(self) -> Plan:
+        """The plan of the batch that needs most: the longest prompts together."""
+        from kvdrive_jax.models.tokenizer import Tokenizer
+        from kvdrive_jax.plan import plan_for
+
+        tokenizer = Tokenizer.from_pretrained(self.generate.model)
+        lengths = []
+        for prompt in self.good:
+            assert prompt.text is not None
+            lengths.append(len(encode(tokenizer, prompt.text, self.generate)))
+        lengths.sort(reverse=True)
+        config = self.options.config
+        longest = lengths[: config.batch_size]
+        return plan_for(self.generate.model, config, longest, self.generate.max_new_tokens)
+
+    def _engine(self) -> Engine:
+        from kvdrive_jax.engine import Engine
+
+        generate = self.generate
+        return Engine.from_pretrained(
+            generate.model, self.options.config, quiet=generate.quiet, cache_dir=generate.cache_dir
+        )
+
+    def _request(self) -> dict[str, Any]:
+        generate = self.generate
+        return {
+            "max_new_tokens": generate.max_new_tokens,
+            "sampling": self.options.sampling,
+            "stop": generate.stop,
+            "ignore_eos": generate.ignore_eos,
+            "chat": generate.chat,
+            "system": generate.system,
+        }
+
+    @contextlib.contextmanager
+    def _output(self) -> Iterator[TextIO]:
+        """Where answers go: stdout in UTF-8, or the file of --output-jsonl."""
+        path = self.generate.output_jsonl
+        if path is not None:
+            with open(path, "w", encoding="utf-8", newline="\n") as file:
+                yield file
+            return
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="\n")
+        yield sys.stdout
+
+    def _write(self, output: TextIO, text: str) -> None:
+        try:
+            output.write(text)
+            output.flush()
+        except BrokenPipeError as error:
+            raise OutputClosed from error
+
+    def _answer_one(self, engine: Engine, output: TextIO) -> None:
+        """Stream one answer; it ends with a line break if it does not have one."""
+        prompt = self.good[0]
+        generation, last, steps = None, "", 0
+        quiet = self.generate.quiet or output.isatty()  # text shows progress enough
+        progress = Progress("decode", self.generate.max_new_tokens, "tokens", quiet=quiet)
+        stream = engine.stream(prompt.text, **self._request())
+        with contextlib.closing(stream):
+            for steps, event in enumerate(stream, start=1):
+                self.signals.gentle = self.made_text = True
+                self._write(output, event.text)
+                last = event.text or last
+                generation = event.generation
+                progress.update(steps)
+                if self.signals.requested:
+                    break
+        progress.finish(f"decode: {steps} steps")
+        if last and not last.endswith("\n"):
+            self._write(output, "\n")
+        if generation is not None and generation.finish_reason == "error":
+            self.failed = True
+            complain(generation.error or "the session failed")
+
+    def _answer_all(self, engine: Engine, output: TextIO) -> None:
+        """Answer the lines of --input-jsonl; each result is written when its session ends."""
+        request = self._request()
+        chat, system = request.pop("chat"), request.pop("system")
+        accepted: list[Prompt] = []
+        encoded: list[list[int]] = []
+        for prompt in self.good:
+            assert prompt.text is not None
+            try:  # a line that is refused does not stop the others; nothing runs before iteration
+                ids = engine.encode(prompt.text, chat=chat, system=system)
+                engine.stream_ids([ids], **request)
+            except REFUSALS as error:
+                self._refused(output, prompt, error)
+                continue
+            accepted.append(prompt)
+            encoded.append(ids)
+        if not accepted:
+            return
+        begun: dict[int, list[str]] = {}  # text of the sessions under way
+        progress = Progress("answered", len(accepted), "prompts", quiet=self.generate.quiet)
+        done, stream = 0, engine.stream_ids(encoded, **request)
+        reason, message = "cancelled", None
+        try:
+            with contextlib.closing(stream):
+                for event in stream:
+                    begun.setdefault(event.session, []).append(event.text)
+                    if event.generation is not None:
+                        del begun[event.session]
+                        self._write_generation(output, accepted[event.session], event.generation)
+                        done += 1
+                        progress.update(done)
+                    self.made_text, self.signals.gentle = True, bool(begun)
+                    if self.signals.requested:
+                        break
+        except Exception as error:
+            reason, message = "error", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            for session, texts in sorted(begun.items()):
+                self._write_line(
+                    output,
+                    accepted[session],
+                    text="".join(texts),
+                    finish_reason=reason,
+                    prompt_tokens=len(encoded[session]),
+                    error=message,
+                )
+
+    def _write_generation(self, output: TextIO, prompt: Prompt, generation: Generation) -> None:
+        if generation.finish_reason == "error":
+            self.failed = True
+            complain(f"line {prompt.line}: {generation.error}")
+        self._write_line(
+            output,
+            prompt,
+            text=generation.text,
+            finish_reason=generation.finish_reason,
+            prompt_tokens=generation.stats.get("prompt_tokens"),
+            new_tokens=len(generation.token_ids),
+            error=generation.error,
+        )
+
+    def _refused(self, output: TextIO, prompt: Prompt, error: Exception) -> None:
+        self.failed = True
+        complain(f"line {prompt.line}: {error}")
+        self._write_line(output, prompt, error=str(error))
+
+    def _write_line(
+        self,
+        output: TextIO,
+        prompt: Prompt,
+        *,
+        text: str = "",
+        finish_reason: str = "error",
+        prompt_tokens: int | None = None,
+        new_tokens: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """One object of --output-jsonl, whole or not at all."""
+        line = {
+            "index": prompt.index,
+            "text": text,
+            "finish_reason": finish_reason,
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": new_tokens,
+            "error": error,
+        }
+        self._write(output, json.dumps(line, ensure_ascii=False) + "\n")
+
+    def _write_stats(self, engine: Engine) -> None:
+        """--stats-json, in one piece: the old file stays until the new one is complete."""
+        path = self.generate.stats_json
+        if path is None:
+            return
+        text = json.dumps(engine.stats(), indent=2) + "\n"
+        folder = os.path.dirname(os.path.abspath(path))
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".stats-", suffix=".json")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+def encode(tokenizer: Tokenizer, text: str, generate: GenerateConfig) -> list[int]:
+    """Token ids of a prompt as the engine will see it, chat template included."""
+    chat = tokenizer.has_template if generate.chat is None else generate.chat
+    if generate.system is not None and not chat:
+        raise ValueError("system needs chat: this prompt goes to the model as plain text")
+    if chat:
+        return tokenizer.encode_chat(text, generate.system)
+    return tokenizer.encode(text)
+
+
+def summary(stats: dict[str, Any]) -> str:
+    """What a person wants to know of a run, in a few lines."""
+    sessions = stats["sessions"]
+    prompt = sum(session["prompt_tokens"] for session in sessions)
+    new = sum(session["new_tokens"] for session in sessions)
+    ends = ", ".join(sorted({str(session["finish_reason"]) for session in sessions}))
+    prefill = stats["prefill_s"]
+    rate = f" ({prompt / prefill:,.0f} tokens/s)" if prefill else ""
+    lines = [
+        f"prefill {prompt:,} tokens in {prefill:.1f} s{rate}, index {stats['index_s']:.1f} s; "
+        f"decode {new:,} tokens in {stats['decode_s']:.1f} s "
+        f"({stats['decode_tokens_per_s'] or 0:.1f} tokens/s); ended by {ends or 'nothing'}"
+    ]
+    rates = [session["hit_rate"] for session in sessions if session["hit_rate"] is not None]
+    moved = ", ".join(
+        f"{name.replace('_', ' ')} {format_size(nbytes)}"
+        for name, nbytes in stats["bytes"].items()
+        if nbytes
+    )
+    peaks = ", ".join(
+        f"{tier.upper()} {format_size(held['peak_bytes'])}"
+        for tier, held in stats["tiers"].items()
+        if held["peak_bytes"]
+    )
+    if rates:
+        lines.append(f"hit rate {100 * sum(rates) / len(rates):.1f} %; moved: {moved or 'nothing'}")
+    lines.append(f"peak: {peaks}")
+    return "\n".join(lines)
+
+
+def complain(message: object) -> None:
+    """An error for the user, also with --quiet."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; SystemExit only from --help and usage errors."""
+    debug = False
+    run: Run | None = None
+    try:
+        options = parse_command_line(argv)
+        debug = options.debug
+        check_outputs(options.generate)
+        prompts = read_prompts(options.generate)
+        run = Run(options, prompts)
+        for prompt in run.bad:
+            complain(prompt.error)
+        return run.plan() if options.plan else run.serve()
+    except KeyboardInterrupt:
+        complain("stopped")
+        return FAILED
+    except OutputClosed:
+        # Nobody reads on: not even Python's own flush at exit may fail.
+        with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError, ValueError):
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        refused = isinstance(error, REFUSALS) and not (run is not None and run.made_text)
+        named = str(error) if refused and str(error) else f"{type(error).__name__}: {error}"
+        complain(named)
+        if not refused and not debug:
+            print("the traceback is shown with --debug", file=sys.stderr)
+        return USAGE if refused else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

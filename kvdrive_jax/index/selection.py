@@ -1,0 +1,184 @@
+"""From scores to selected chunks, and how much the prompt's last queries cared for each chunk.
+
+Every index form ranks chunks: it returns scores [B, K, N] that are finite for the chunks a session
+has and -inf for padding. Everything here works on such scores and knows no index form.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvdrive_jax.config import GroupRule
+from kvdrive_jax.index.chunks import MAGNITUDE_LIMIT
+
+GROUP_RULES: tuple[str, ...] = get_args(GroupRule)
+
+
+def combine_group(
+    logits: jax.Array,
+    valid: jax.Array,
+    rule: GroupRule,
+    counts: jax.Array | None = None,
+) -> jax.Array:
+    """One score per kv head from the logits of the query heads that share it.
+
+    Works in the log domain, so that no score underflows into a tie with others.
+
+    Args:
+        logits: [..., G, X] float32, q.x / sqrt(D) for X clusters or chunks. Finite.
+        valid: [..., X] bool; what is not valid weighs nothing and scores -inf.
+        rule: how the G heads are combined. ``softmax-sum``: log of the sum over heads of each
+            head's softmax over X (an average of what the heads attend to). ``softmax-max``: log of
+            the largest. ``mean`` and ``max``: of the logits themselves.
+        counts: [..., X], how many keys each x stands for; weighs the softmax's denominator.
+            One each if absent.
+
+    Returns:
+        [..., X] float32.
+    """
+    check_group_rule(rule)
+    if rule == "max":
+        combined = logits.max(axis=-2)
+    elif rule == "mean":
+        combined = logits.mean(axis=-2)
+    else:
+        masked = jnp.where(valid[..., None, :], logits, -jnp.inf)
+        top = _finite(masked.max(axis=-1, keepdims=True))
+        weights = jnp.exp(masked - top)
+        if counts is not None:
+            weights = weights * counts[..., None, :].astype(jnp.float32)
+        shares = masked - (top + jnp.log(weights.sum(axis=-1, keepdims=True)))
+        combined = shares.max(axis=-2)
+        if rule == "softmax-sum":
+            best = _finite(combined)
+            combined = best + jnp.log(jnp.exp(shares - best[..., None, :]).sum(axis=-2))
+    return jnp.where(valid, combined, -jnp.inf)
+
+
+def check_group_rule(rule: str) -> None:
+    """Raises ValueError, naming the choices, unless `rule` is a group rule."""
+    if rule not in GROUP_RULES:
+        raise ValueError(f"group_rule must be one of {', '.join(GROUP_RULES)}; got {rule!r}")
+
+
+def select(scores: jax.Array, n_chunks: jax.Array, count: int) -> jax.Array:
+    """The best `count` chunks of every (session, kv head).
+
+    Args:
+        scores: [B, K, N] float32, not NaN.
+        n_chunks: [B] int32, how many chunks each session has. Ids from there on are never selected,
+            whatever their score.
+        count: P, a static number; at least 1.
+
+    Returns:
+        [B, K, P] int32 chunk ids by descending score, ties to the lowest id; -1 where a session
+        has fewer than P chunks.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1 chunk, got {count}")
+    batch, kv_heads, chunks = scores.shape
+    taken = min(count, chunks)
+    ids = jnp.full((batch, kv_heads, count), -1, jnp.int32)
+    if taken == 0:
+        return ids
+    real = jnp.arange(chunks, dtype=jnp.int32) < n_chunks[:, None, None]
+    _, best = lax.top_k(rankable(jnp.where(real, scores, -jnp.inf)), taken)
+    best = jnp.where(jnp.arange(taken) < n_chunks[:, None, None], best.astype(jnp.int32), -1)
+    return ids.at[..., :taken].set(best)
+
+
+def rankable(scores: jax.Array) -> jax.Array:
+    """`scores` with -0.0 as 0.0: `lax.top_k` tells them apart, and equal scores must tie."""
+    return jnp.where(scores == 0, jnp.zeros((), scores.dtype), scores)
+
+
+def importance(
+    queries: jax.Array,
+    keys: jax.Array,
+    length: jax.Array,
+    n_chunks: jax.Array,
+    *,
+    sink: int,
+    chunk_size: int,
+    chunk_capacity: int,
+    block: int = 4096,
+) -> jax.Array:
+    """How much the last queries of a prompt attend to each of its chunks.
+
+    The SnapKV score that ranks chunks for placement at the end of prefill (paper 7.1): softmax of
+    each query over all keys up to its own position, summed over queries and over the heads of the
+    group, then over the tokens of each chunk. Goes through the keys twice in blocks, so that no
+    [H, W, T] array exists.
+
+    Args:
+        queries: [H, W, D], post-RoPE; query w sits at position length - W + w. Queries at negative
+            positions (a prompt shorter than W) count nothing.
+        keys: [K, T, D], post-RoPE, in token order; from `length` on they may hold any finite value.
+        length: int32 scalar, tokens in the prompt.
+        n_chunks: int32 scalar, chunks of the prompt.
+        sink, chunk_size: the geometry of chunks.
+        chunk_capacity: N.
+        block: keys per pass; bounds memory at H x W x block floats.
+
+    Returns:
+        [K, N] float32; 0 from `n_chunks` on.
+    """
+    heads, width, dim = queries.shape
+    kv_heads, tokens, _ = keys.shape
+    if heads % kv_heads:
+        raise ValueError(f"query heads must be a multiple of kv heads, got {heads} and {kv_heads}")
+    block = min(block, tokens)
+    blocks = -(-tokens // block)
+    padded = jnp.pad(keys, [(0, 0), (0, blocks * block - tokens), (0, 0)])
+    grouped = _bounded(queries).reshape(kv_heads, -1, dim) * dim**-0.5
+    query_at = jnp.tile(length - width + jnp.arange(width), heads // kv_heads)[:, None]
+
+    def logits_of(i: jax.Array) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(padded, i * block, block, axis=1)
+        key_at = i * block + jnp.arange(block)
+        logits = jnp.einsum(
+            "kqd,ktd->kqt", grouped, _bounded(part), precision=lax.Precision.HIGHEST
+        )
+        return jnp.where((key_at <= query_at) & (key_at < length), logits, -jnp.inf)
+
+    def add_block(
+        state: tuple[jax.Array, jax.Array], i: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        top, total = state
+        logits = logits_of(i)
+        higher = jnp.maximum(top, logits.max(axis=-1))
+        safe = _finite(higher)
+        total = total * jnp.exp(top - safe) + jnp.exp(logits - safe[..., None]).sum(axis=-1)
+        return (higher, total), None
+
+    start = (
+        jnp.full(grouped.shape[:2], -jnp.inf, jnp.float32),
+        jnp.zeros(grouped.shape[:2], jnp.float32),
+    )
+    (top, total), _ = lax.scan(add_block, start, jnp.arange(blocks))
+    # A query that sees no key has total 0 and weight exp(-inf) = 0 below.
+    offset = _finite(top) + jnp.log(jnp.where(total > 0, total, 1.0))
+
+    def mass_of(i: jax.Array) -> jax.Array:
+        return jnp.exp(logits_of(i) - offset[..., None]).sum(axis=1)
+
+    mass = lax.map(mass_of, jnp.arange(blocks))  # [blocks, K, block]
+    per_token = mass.swapaxes(0, 1).reshape(kv_heads, blocks * block)
+    region = per_token[:, sink : sink + chunk_capacity * chunk_size]
+    missing = chunk_capacity * chunk_size - region.shape[1]
+    per_chunk = jnp.pad(region, [(0, 0), (0, max(missing, 0))])
+    per_chunk = per_chunk.reshape(kv_heads, chunk_capacity, chunk_size).sum(axis=-1)
+    return jnp.where(jnp.arange(chunk_capacity) < n_chunks, per_chunk, 0.0)
+
+
+def _finite(maximum: jax.Array) -> jax.Array:
+    """0 in place of the -inf that is the maximum of nothing, so that nothing becomes NaN."""
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
+
+
+def _bounded(vectors: jax.Array) -> jax.Array:
+    return jnp.clip(vectors.astype(jnp.float32), -MAGNITUDE_LIMIT, MAGNITUDE_LIMIT)

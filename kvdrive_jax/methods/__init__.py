@@ -1,0 +1,1 @@
+"""Methods: what is attended to and from where, all behind one seam."""

@@ -1,0 +1,117 @@
+"""The seam between the engine and a method.
+
+The engine owns prompts, sampling and time; a method owns the KV of one batch. It is given each
+prompt layer by layer, then asked for one step after another. To add a method: subclass
+BatchMethod, name it in ``methods.table``, and add it to the conformance test.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvdrive_jax.config import KVDriveConfig
+from kvdrive_jax.models.model import Model, ModelDef
+from kvdrive_jax.pipeline.prefill import PromptLayer
+from kvdrive_jax.plan import Plan
+from kvdrive_jax.telemetry import Ledger, RowCounts, StageClock, Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """What every method may use: the model, the configuration, and the accounts."""
+
+    model: Model
+    config: KVDriveConfig
+    ledger: Ledger
+    traffic: Traffic
+    clock: StageClock
+
+
+@dataclass
+class BatchRows:
+    """Where each session of the batch stands; the engine advances it, methods read it.
+
+    length: [B] int32 tokens held; active: [B] bool; inv_freq: [B, R/2]; attention_factor: [B].
+    """
+
+    length: np.ndarray[Any, Any]
+    active: np.ndarray[Any, Any]
+    inv_freq: jax.Array
+    attention_factor: jax.Array
+    counts: list[RowCounts]
+
+
+class BatchMethod(ABC):
+    """KV of one batch and the decode steps over it."""
+
+    def __init__(self, tools: Tools, plan: Plan, rows: BatchRows) -> None:
+        self.tools = tools
+        self.plan = plan
+        self.rows = rows
+        self.failed: dict[int, str] = {}
+        """Rows whose KV is lost, and why; their sessions end, the others go on."""
+
+    @abstractmethod
+    def absorb(self, row: int, layer: int, prompt: PromptLayer) -> None:
+        """Take one layer of one session's prompt; its length is ``rows.length[row]``.
+
+        Returns when the device has done its part. What then goes to the host goes in ``settle``.
+        """
+
+    def settle(self) -> None:
+        """Hand over what ``absorb`` left; called when the device is busy with the next layer."""
+
+    @abstractmethod
+    def finish_prefill(self) -> None:
+        """All rows are absorbed: settle what is still under way, raise what failed."""
+
+    @abstractmethod
+    def layers(self, hidden: jax.Array) -> jax.Array:
+        """One token per session through all layers: hidden [B, E] to hidden [B, E].
+
+        The token of row r stands at position ``rows.length[r]``; its key and value are kept.
+        """
+
+    def step(self, tokens: jax.Array) -> jax.Array:
+        """Logits [B, V] float32 after tokens [B] int32; rows are advanced by the engine."""
+        model = self.tools.model
+        hidden = embed_tokens(model.static, model.ends, tokens)
+        hidden = self.layers(hidden)
+        return token_logits(model.static, model.ends, hidden)
+
+    def retire(self, row: int) -> None:
+        """The session of ``row`` has ended: give back what it held."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back everything; may be called at any time, and twice."""
+
+
+@partial(jax.jit, static_argnames="model_def")
+def embed_tokens(model_def: ModelDef, ends: tuple[jax.Array, ...], tokens: jax.Array) -> jax.Array:
+    """Hidden states [B, E] of tokens [B]."""
+    return model_def.merge_ends(ends).embed(tokens)
+
+
+@partial(jax.jit, static_argnames="model_def")
+def token_logits(model_def: ModelDef, ends: tuple[jax.Array, ...], hidden: jax.Array) -> jax.Array:
+    """Logits [B, V] float32 of hidden [B, E]."""
+    return model_def.merge_ends(ends).logits(hidden)
+
+
+@partial(jax.jit, donate_argnames="array")
+def insert_row(array: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
+    """``array`` [B, ...], donated, with ``values`` [...] in place of row ``row``."""
+    return jax.lax.dynamic_update_index_in_dim(array, values, row, axis=0)
+
+
+def int32(value: int | np.ndarray[Any, Any]) -> jax.Array:
+    """An int32 array on the device; scalars become rank 0, so that values never recompile."""
+    return jnp.asarray(value, dtype=jnp.int32)

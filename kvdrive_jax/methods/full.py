@@ -1,0 +1,98 @@
+"""Full attention: every key and value in HBM, every token attended to. The yardstick."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
+from kvdrive_jax.models.model import ModelDef
+from kvdrive_jax.pallas.attention import attend, combine
+from kvdrive_jax.pipeline.prefill import PromptLayer
+from kvdrive_jax.plan import Plan
+
+
+@partial(jax.jit, donate_argnames=("keys", "values"))
+def _insert(
+    keys: jax.Array, values: jax.Array, row: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Prompt keys and values [K, T', D] into row ``row`` of caches [B, K, T, D]."""
+    fits = min(k.shape[1], keys.shape[2])
+    zero = jnp.zeros((), jnp.int32)
+    at = (row, zero, zero, zero)
+    return (
+        jax.lax.dynamic_update_slice(keys, k[None, :, :fits], at),
+        jax.lax.dynamic_update_slice(values, v[None, :, :fits], at),
+    )
+
+
+@partial(jax.jit, static_argnames="model_def", donate_argnames=("keys", "values"))
+def _layer(
+    model_def: ModelDef,
+    leaves: tuple[jax.Array, ...],
+    hidden: jax.Array,
+    position: jax.Array,
+    inv_freq: jax.Array,
+    attention_factor: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    layer = model_def.merge_layer(leaves)
+    q, k, v = layer.attention_inputs(hidden, position, inv_freq, attention_factor)
+    rows = jnp.arange(hidden.shape[0])
+    keys = keys.at[rows, :, position].set(k, mode="drop")
+    values = values.at[rows, :, position].set(v, mode="drop")
+    present = jnp.arange(keys.shape[2])[None, None, :] <= position[:, None, None]
+    attended = combine(attend(q, keys, values, present)).astype(hidden.dtype)
+    return layer.after_attention(hidden, attended), keys, values
+
+
+class FullAttention(BatchMethod):
+    """Method ``full``. HBM: caches [B, K, T, D] per layer."""
+
+    def __init__(self, tools: Tools, plan: Plan, rows: BatchRows) -> None:
+        super().__init__(tools, plan, rows)
+        config, shape = tools.model.config, plan.shape
+        size = (shape.batch, config.num_kv_heads, shape.cache_tokens, config.head_dim)
+        tools.ledger.reserve("hbm", "kv cache", plan.bytes_of("hbm", "kv cache"))
+        dtype = tools.model.dtype
+        self._caches = [
+            (jnp.zeros(size, dtype), jnp.zeros(size, dtype)) for _ in range(config.num_layers)
+        ]
+
+    def absorb(self, row: int, layer: int, prompt: PromptLayer) -> None:
+        keys, values = self._caches[layer]
+        self._caches[layer] = _insert(keys, values, int32(row), prompt.k, prompt.v)
+
+    def finish_prefill(self) -> None:
+        jax.block_until_ready(self._caches)
+
+    def layers(self, hidden: jax.Array) -> jax.Array:
+        rows, model = self.rows, self.tools.model
+        with self.tools.clock.measure("compute"):
+            position = int32(rows.length)
+            for layer, leaves in enumerate(model.layers):
+                keys, values = self._caches[layer]
+                hidden, keys, values = _layer(
+                    model.static,
+                    leaves,
+                    hidden,
+                    position,
+                    rows.inv_freq,
+                    rows.attention_factor,
+                    keys,
+                    values,
+                )
+                self._caches[layer] = (keys, values)
+        for row, count in enumerate(rows.counts):
+            if rows.active[row]:
+                count.steps += 1
+                count.attended_tokens += int(rows.length[row]) + 1
+        return hidden
+
+    def close(self) -> None:
+        if self._caches:
+            self._caches = []
+            self.tools.ledger.release("hbm", "kv cache")

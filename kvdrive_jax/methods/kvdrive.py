@@ -1,0 +1,409 @@
+"""KVDrive: an index and a window in HBM, everything else in DRAM and on SSD.
+
+Runs in one of two ways, which give the same tokens: *resident*, when the windows hold every
+chunk, so that nothing is fetched; and *tiered*, layer by layer through select, fetch, compute.
+
+In flight at any time: pages of the layer before, on their way from the device (prefill); miss
+lists, on their way to the host (decode). Only this class, on the engine's thread, calls JAX; the
+page store's workers see NumPy views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvdrive_jax.index.clusters import ClusterIndex
+from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
+from kvdrive_jax.pipeline.indexing import (
+    PromptParts,
+    insert_resident,
+    insert_session,
+    take_apart,
+    warm_window,
+)
+from kvdrive_jax.pipeline.prefill import PromptLayer
+from kvdrive_jax.pipeline.scheduler import sequential
+from kvdrive_jax.pipeline.stages import (
+    Near,
+    Selected,
+    StageSpec,
+    Step,
+    compute_stage,
+    flush_stage,
+    grow_resident,
+    resident_layer,
+    select_stage,
+    write_stage,
+)
+from kvdrive_jax.plan import STAGING_BUFFERS, WORKERS, Plan
+from kvdrive_jax.tiers.pages import PageError, PageGeometry
+from kvdrive_jax.tiers.staging import StagingRing
+from kvdrive_jax.tiers.store import PageStore, SessionPages
+from kvdrive_jax.window.directory import Directory, empty_directory
+
+HBM_ACCOUNTS = ("index", "sink, local and recent", "windows", "directory", "fetched pages")
+
+
+def page_geometry(tools: Tools) -> PageGeometry:
+    """The pages of this model and configuration."""
+    config = tools.model.config
+    return PageGeometry(
+        layers=config.num_layers,
+        kv_heads=config.num_kv_heads,
+        chunk_size=tools.config.retrieval.chunk_size,
+        head_dim=config.head_dim,
+        dtype=np.dtype(tools.model.dtype),
+    )
+
+
+class KVDrive(BatchMethod):
+    """Method ``kvdrive``."""
+
+    def __init__(self, tools: Tools, plan: Plan, rows: BatchRows) -> None:
+        super().__init__(tools, plan, rows)
+        assert plan.form is not None
+        model, shape, retrieval = tools.model, plan.shape, tools.config.retrieval
+        self._spec = StageSpec(
+            model_def=model.static,
+            form=plan.form,
+            rule=retrieval.group_rule,
+            selected=shape.selected,
+            sink=retrieval.sink,
+            chunk_size=retrieval.chunk_size,
+        )
+        self._n_chunks = np.zeros(shape.batch, np.int64)
+        self._store: PageStore | None = None
+        self._sessions: list[SessionPages | None] = [None] * shape.batch
+        self._ring: StagingRing | None = None
+        self._pending: list[tuple[int, int, PromptParts]] = []
+        self._reserved: list[str] = []
+        self._near: list[Near] = []
+        self._window: list[jax.Array] = []
+        self._index: list[ClusterIndex] = []
+        self._directory: list[Directory] = []
+        self._step: Step | None = None
+        try:
+            for name in HBM_ACCOUNTS:
+                tools.ledger.reserve("hbm", name, plan.bytes_of("hbm", name))
+                self._reserved.append(name)
+            if not plan.resident:
+                self._open_tiers()
+            self._allocate()
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self) -> None:
+        plan, shape = self.plan, self.plan.shape
+        model, retrieval = self.tools.model, self.tools.config.retrieval
+        config, dtype = model.config, model.dtype
+        assert plan.form is not None
+        sizes = (shape.batch, config.num_kv_heads)
+        near = (*sizes, shape.near_capacity, config.head_dim)
+        window = (*sizes, plan.window_slots, 2, retrieval.chunk_size, config.head_dim)
+        layers = range(config.num_layers)
+        self._near = [Near(jnp.zeros(near, dtype), jnp.zeros(near, dtype)) for _ in layers]
+        self._window = [jnp.zeros(window, dtype) for _ in layers]
+        self._index = [
+            plan.form.empty(*sizes, config.head_dim, shape.chunk_capacity, plan.cluster_capacity)
+            for _ in layers
+        ]
+        if not plan.resident:
+            self._directory = [
+                empty_directory(*sizes, shape.chunk_capacity, plan.window_slots, plan.window_slots)
+                for _ in layers
+            ]
+
+    def _open_tiers(self) -> None:
+        tools, plan = self.tools, self.plan
+        geometry = page_geometry(tools)
+        self._store = PageStore(
+            geometry, tools.config.tiers, tools.ledger, tools.traffic, workers=WORKERS
+        )
+        most = self._spec.selected * plan.shape.batch * geometry.kv_heads
+        self._ring = StagingRing(STAGING_BUFFERS, most, geometry, tools.ledger)
+        self._fetch_sizes = fetch_sizes(most)
+        for row, session in enumerate(plan.sessions):
+            self._sessions[row] = self._store.open(
+                session.chunk_capacity,
+                session.dram_bytes,
+                session.layout is not None,
+                str(row),
+                prompt_chunks=plan.shape.prompt_chunks[row],
+                piece_chunks=plan.shape.flush_chunks,
+            )
+
+    # Prefill
+
+    def absorb(self, row: int, layer: int, prompt: PromptLayer) -> None:
+        shape = self.plan.shape
+        n_chunks = shape.prompt_chunks[row]
+        self._n_chunks[row] = n_chunks
+        at, count = int32(row), int32(n_chunks)
+        parts = take_apart(
+            self._spec,
+            prompt,
+            int32(int(self.rows.length[row])),
+            count,
+            near_capacity=shape.near_capacity,
+            chunk_capacity=shape.chunk_capacity,
+        )
+        self._near[layer], self._index[layer] = insert_session(
+            self._spec, self._near[layer], self._index[layer], at, parts
+        )
+        if self.plan.resident:
+            self._window[layer] = insert_resident(self._window[layer], at, parts.pages)
+            return
+        self._window[layer], self._directory[layer] = warm_window(
+            self._window[layer], self._directory[layer], at, parts, count
+        )
+        jax.block_until_ready((parts, self._window[layer]))
+        self._pending.append((row, layer, parts))
+
+    def settle(self) -> None:
+        for row, layer, parts in self._pending:
+            session = self._sessions[row]
+            if session is None or row in self.failed:
+                continue
+            with self._contained(row):
+                session.offload(
+                    layer,
+                    np.asarray(parts.pages),
+                    int(self._n_chunks[row]),
+                    np.asarray(parts.piece.cluster_of_chunk),
+                    np.asarray(parts.importance),
+                )
+        self._pending = []
+
+    def finish_prefill(self) -> None:
+        self.settle()
+        self._wait_for_store()
+        if self._store is not None:
+            self._compile_transfers()
+
+    @contextmanager
+    def _contained(self, row: int) -> Iterator[None]:
+        """A failure of the store inside is this session's alone."""
+        try:
+            yield
+        except PageError as error:
+            self.failed[row] = str(error)
+
+    def _wait_for_store(self) -> None:
+        for row, session in enumerate(self._sessions):
+            if session is not None and row not in self.failed:
+                with self._contained(row):
+                    session.wait()
+
+    def _compile_transfers(self) -> None:
+        """Compile the write of every transfer size now, not when a step first needs it."""
+        geometry = page_geometry(self.tools)
+        nowhere = self._window[0].size
+        for size in self._fetch_sizes:
+            pages = np.zeros((size, *geometry.page_shape), geometry.dtype)
+            target = np.full(size, nowhere, np.int32)
+            self._window[0] = write_stage(self._window[0], jnp.asarray(pages), target)
+
+    # Decode
+
+    def layers(self, hidden: jax.Array) -> jax.Array:
+        rows, shape = self.rows, self.plan.shape
+        chunk = self._spec.chunk_size
+        near_rows = rows.length - self._n_chunks * chunk
+        if np.any(near_rows[rows.active] >= shape.near_capacity):
+            self._flush(near_rows)
+            near_rows = rows.length - self._n_chunks * chunk
+        # Ended sessions are carried along with nothing to select and a near row that exists.
+        n_chunks = np.where(rows.active, self._n_chunks, 0)
+        self._step = Step(
+            position=int32(rows.length),
+            n_chunks=int32(n_chunks),
+            near_row=int32(np.minimum(near_rows, shape.near_capacity - 1)),
+            inv_freq=rows.inv_freq,
+            attention_factor=rows.attention_factor,
+        )
+        taken = np.minimum(n_chunks, self._spec.selected)
+        for row, count in enumerate(rows.counts):
+            if rows.active[row]:
+                count.steps += 1
+                count.attended_tokens += int(near_rows[row]) + 1 + int(taken[row]) * chunk
+        model = self.tools.model
+        counted = model.config.num_layers * model.config.num_kv_heads
+        for row, count in enumerate(rows.counts):
+            count.selected_chunks += int(taken[row]) * counted
+        if not self.plan.resident:
+            return sequential(self, model.config.num_layers, hidden)
+        with self.tools.clock.measure("compute"):
+            for layer, leaves in enumerate(model.layers):
+                hidden, self._near[layer] = resident_layer(
+                    self._spec,
+                    leaves,
+                    hidden,
+                    self._step,
+                    self._near[layer],
+                    self._index[layer],
+                    self._window[layer],
+                )
+        return hidden
+
+    def select(self, layer: int, hidden: jax.Array) -> Selected:
+        assert self._step is not None
+        with self.tools.clock.measure("select"):
+            selected, self._near[layer], self._directory[layer] = select_stage(
+                self._spec,
+                self.tools.model.layers[layer],
+                hidden,
+                self._step,
+                self._near[layer],
+                self._index[layer],
+                self._directory[layer],
+            )
+            selected.missing.copy_to_host_async()
+        # Waits are charged to the stage that is waited for: what is queued before selection is the
+        # layer before.
+        with self.tools.clock.measure("compute"):
+            hidden.block_until_ready()
+        with self.tools.clock.measure("select"):
+            selected.missing.block_until_ready()
+        return selected
+
+    def fetch(self, layer: int, selected: Selected) -> None:
+        with self.tools.clock.measure("fetch"):
+            missing: np.ndarray[Any, Any] = np.asarray(selected.missing)
+            chunks, slots = missing[0].reshape(-1), missing[1].reshape(-1)
+            at = np.flatnonzero(chunks >= 0)
+            if at.size:
+                self._bring(layer, at, chunks[at], slots[at])
+
+    def _bring(
+        self,
+        layer: int,
+        at: np.ndarray[Any, Any],
+        chunks: np.ndarray[Any, Any],
+        slots: np.ndarray[Any, Any],
+    ) -> None:
+        """Pages of missing chunks into their slots; ``at`` is flat over [B, K, P]."""
+        assert self._ring is not None
+        window = self._window[layer]
+        batch, kv_heads, capacity = window.shape[:3]
+        owner = at // self._spec.selected
+        row, head = owner // kv_heads, owner % kv_heads
+        size = next(size for size in self._fetch_sizes if size >= at.size)
+        staging = self._ring.acquire()
+        pages = staging.buffer[:size]
+        self._read(layer, row, head, chunks, pages)
+        target = np.full(size, batch * kv_heads * capacity, np.int32)
+        target[: at.size] = owner * capacity + slots
+        self._window[layer] = write_stage(window, jnp.asarray(pages), target)
+        self.tools.traffic.add("dram_to_hbm", at.size * pages[0].nbytes)
+        for session, missed in enumerate(np.bincount(row, minlength=batch)):
+            self.rows.counts[session].missed_chunks += int(missed)
+        # The buffer may be read until the pages are in their slots.
+        self._window[layer].block_until_ready()
+        self._ring.release(staging)
+
+    def _read(
+        self,
+        layer: int,
+        row: np.ndarray[Any, Any],
+        head: np.ndarray[Any, Any],
+        chunks: np.ndarray[Any, Any],
+        pages: np.ndarray[Any, Any],
+    ) -> None:
+        """Pages from the store; a session whose pages cannot be read fails alone."""
+        assert self._store is not None
+        open_rows = [i for i, session in enumerate(self._sessions) if session is not None]
+        place = np.zeros(len(self._sessions), np.int32)
+        place[open_rows] = np.arange(len(open_rows))
+        sessions = [s for s in self._sessions if s is not None]
+        try:
+            self._store.fetch(
+                layer, sessions, place[row], head.astype(np.int32), chunks, pages
+            )
+        except PageError as error:
+            # The pages of all other sessions are there; this one's are never used again.
+            self.failed[int(error.session)] = str(error)
+
+    def compute(self, layer: int, hidden: jax.Array, selected: Selected) -> jax.Array:
+        assert self._step is not None
+        with self.tools.clock.measure("compute"):
+            return compute_stage(
+                self._spec,
+                self.tools.model.layers[layer],
+                hidden,
+                selected,
+                self._step,
+                self._near[layer],
+                self._window[layer],
+            )
+
+    def _flush(self, near_rows: np.ndarray[Any, Any]) -> None:
+        """Turn the oldest unflushed tokens of every session into chunks (index and store)."""
+        retrieval, shape = self.tools.config.retrieval, self.plan.shape
+        spare = (near_rows - retrieval.sink - retrieval.local) // retrieval.chunk_size
+        n_new = np.clip(np.where(self.rows.active, spare, 0), 0, shape.flush_chunks)
+        new, before = int32(n_new), int32(self._n_chunks)
+        for layer in range(len(self._near)):
+            pages, self._near[layer], self._index[layer] = flush_stage(
+                self._spec,
+                self._near[layer],
+                self._index[layer],
+                new,
+                before,
+                flush_chunks=shape.flush_chunks,
+            )
+            if self.plan.resident:
+                self._window[layer] = grow_resident(self._window[layer], pages, new, before)
+                continue
+            host = np.asarray(pages)
+            for row, session in enumerate(self._sessions):
+                if session is not None and n_new[row] and row not in self.failed:
+                    with self._contained(row):
+                        session.append(layer, host[row], int(self._n_chunks[row]), int(n_new[row]))
+        with self.tools.clock.measure("stall"):
+            self._wait_for_store()
+        self._n_chunks += n_new
+
+    # The end
+
+    def retire(self, row: int) -> None:
+        session = self._sessions[row]
+        if session is not None:
+            self._pending = [item for item in self._pending if item[0] != row]
+            session.close()
+            self._sessions[row] = None
+
+    def close(self) -> None:
+        self._pending = []
+        for row in range(len(self._sessions)):
+            self.retire(row)
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        self._near, self._window, self._index, self._directory = [], [], [], []
+        for name in self._reserved:
+            self.tools.ledger.release("hbm", name)
+        self._reserved = []
+
+
+def fetch_sizes(most: int) -> tuple[int, ...]:
+    """Page counts that a transfer is padded to: powers of four from 16, and ``most``.
+
+    Few, so that every one can be compiled before the first step; padding is never copied by the
+    host and costs the device a masked row.
+    """
+    sizes = []
+    size = 16
+    while size < most:
+        sizes.append(size)
+        size *= 4
+    return (*sizes, most)

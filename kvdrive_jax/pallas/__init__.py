@@ -1,0 +1,1 @@
+"""Kernels: one folder each, with the XLA specification in ``reference`` and the choice in ``api``."""

@@ -1,0 +1,117 @@
+"""What becomes of one layer of a prompt: pages, near tokens, a piece of index, importance."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvdrive_jax.index.chunks import representatives, split_into_chunks
+from kvdrive_jax.index.clusters import ClusterIndex
+from kvdrive_jax.index.selection import importance
+from kvdrive_jax.pipeline.prefill import PromptLayer
+from kvdrive_jax.pipeline.stages import Near, StageSpec
+from kvdrive_jax.window.directory import Directory, insert_row
+
+
+class PromptParts(NamedTuple):
+    """One layer of one session, taken apart.
+
+    pages: [K, N, 2, c, D], rows from the session's chunk count on are padding; near: k, v
+    [K, W, D]; piece: its index; importance: [K, N] float32 (paper 7.1), 0 for padding.
+    """
+
+    pages: jax.Array
+    near: Near
+    piece: ClusterIndex
+    importance: jax.Array
+
+
+@partial(jax.jit, static_argnames=("spec", "near_capacity", "chunk_capacity"))
+def take_apart(
+    spec: StageSpec,
+    prompt: PromptLayer,
+    length: jax.Array,
+    n_chunks: jax.Array,
+    *,
+    near_capacity: int,
+    chunk_capacity: int,
+) -> PromptParts:
+    """Pages, near tokens, index and importance of one layer of a prompt.
+
+    length, n_chunks: int32 scalars; near_capacity: W; chunk_capacity: N.
+    """
+    sink, chunk = spec.sink, spec.chunk_size
+
+    def near(array: jax.Array) -> jax.Array:
+        padded = jnp.pad(array, ((0, 0), (0, near_capacity), (0, 0)))
+        rest = lax.dynamic_slice_in_dim(
+            padded, sink + n_chunks * chunk, near_capacity - sink, axis=1
+        )
+        return jnp.concatenate([padded[:, :sink], rest], axis=1)
+
+    keys, values = (
+        split_into_chunks(array, sink=sink, chunk_size=chunk, chunk_capacity=chunk_capacity)
+        for array in (prompt.k, prompt.v)
+    )
+    return PromptParts(
+        jnp.stack([keys, values], axis=2),
+        Near(near(prompt.k), near(prompt.v)),
+        spec.form.build(representatives(keys), n_chunks),
+        importance(
+            prompt.q_observed.transpose(1, 0, 2),
+            prompt.k,
+            length,
+            n_chunks,
+            sink=sink,
+            chunk_size=chunk,
+            chunk_capacity=chunk_capacity,
+        ),
+    )
+
+
+@partial(jax.jit, static_argnames="spec", donate_argnames=("near", "index"))
+def insert_session(
+    spec: StageSpec, near: Near, index: ClusterIndex, row: jax.Array, parts: PromptParts
+) -> tuple[Near, ClusterIndex]:
+    """One session's near tokens and index into row ``row`` of a layer's state (donated)."""
+    place = partial(lax.dynamic_update_index_in_dim, index=row, axis=0)
+    return (
+        Near(place(near.k, parts.near.k), place(near.v, parts.near.v)),
+        spec.form.insert(index, row, parts.piece),
+    )
+
+
+@partial(jax.jit, donate_argnames="window")
+def insert_resident(window: jax.Array, row: jax.Array, pages: jax.Array) -> jax.Array:
+    """All pages [K, N, 2, c, D] of a session at the slots of their ids."""
+    return lax.dynamic_update_index_in_dim(window, pages, row, axis=0)
+
+
+@partial(jax.jit, donate_argnames=("window", "directory"))
+def warm_window(
+    window: jax.Array,
+    directory: Directory,
+    row: jax.Array,
+    parts: PromptParts,
+    n_chunks: jax.Array,
+) -> tuple[jax.Array, Directory]:
+    """Fill a session's windows with its most important chunks (paper 7.1), ties to the lowest id.
+
+    window: [B, K, S, 2, c, D] and directory are donated; S is at most N.
+    """
+    slots = window.shape[2]
+    chunks = parts.importance.shape[-1]
+    ranked = jnp.where(jnp.arange(chunks) < n_chunks, parts.importance, -1.0)
+    worth, ids = lax.top_k(ranked, slots)
+    at = jnp.arange(slots)
+    ids = jnp.where((worth >= 0) & (at < directory.capacity[:, None]), ids.astype(jnp.int32), -1)
+    heads = jnp.arange(ids.shape[0])[:, None]
+    pages = parts.pages[heads, jnp.maximum(ids, 0)]
+    return (
+        lax.dynamic_update_index_in_dim(window, pages, row, axis=0),
+        insert_row(directory, row, ids),
+    )

@@ -1,0 +1,222 @@
+"""The compiled stages of decode: select, write, compute, flush, and the resident layer.
+
+Each is one compiled function for all layers. State is passed in and returned; what a stage
+replaces is donated, so nothing is copied between steps. Row r of every array is session r of the
+batch; rows of ended sessions have ``n_chunks`` 0 and are carried along unseen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvdrive_jax.config import GroupRule
+from kvdrive_jax.index.clusters import ClusterForm, ClusterIndex
+from kvdrive_jax.index.selection import select
+from kvdrive_jax.models.model import ModelDef
+from kvdrive_jax.pallas.attention import attend, combine
+from kvdrive_jax.window.directory import Directory, place
+from kvdrive_jax.window.eviction import lookahead
+
+Leaves = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """What the compiled stages are specialised to; hashable.
+
+    selected is P, sink the number of first rows of the near buffer that are never flushed.
+    """
+
+    model_def: ModelDef
+    form: ClusterForm
+    rule: GroupRule
+    selected: int
+    sink: int
+    chunk_size: int
+
+
+class Near(NamedTuple):
+    """Sink, local and unflushed tokens of one layer, in order: k, v [B, K, W, D]."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+class Step(NamedTuple):
+    """Where every session stands in one step; shared by all layers.
+
+    position: [B] int32, of the token being decoded; n_chunks: [B] int32 (0 for ended sessions);
+    near_row: [B] int32, the near row the new token takes; inv_freq: [B, R/2];
+    attention_factor: [B].
+    """
+
+    position: jax.Array
+    n_chunks: jax.Array
+    near_row: jax.Array
+    inv_freq: jax.Array
+    attention_factor: jax.Array
+
+
+def _inputs(
+    spec: StageSpec, leaves: Leaves, hidden: jax.Array, step: Step, near: Near
+) -> tuple[jax.Array, Near]:
+    """Query of the new token [B, H, D], and the near buffer with its key and value added."""
+    layer = spec.model_def.merge_layer(leaves)
+    q, k, v = layer.attention_inputs(hidden, step.position, step.inv_freq, step.attention_factor)
+    rows = jnp.arange(hidden.shape[0])
+    return q, Near(
+        near.k.at[rows, :, step.near_row].set(k), near.v.at[rows, :, step.near_row].set(v)
+    )
+
+
+def _attend(
+    spec: StageSpec,
+    leaves: Leaves,
+    hidden: jax.Array,
+    q: jax.Array,
+    step: Step,
+    near: Near,
+    window: jax.Array,
+    slots: jax.Array,
+) -> jax.Array:
+    """Attention over sink, the pages in ``slots`` [B, K, P] and local; then the rest of the layer."""
+    batch, kv_heads, count = slots.shape
+    dim = window.shape[-1]
+    rows = jnp.arange(batch)[:, None, None]
+    heads = jnp.arange(kv_heads)[None, :, None]
+    pages = window[rows, heads, jnp.maximum(slots, 0)]
+    keys = pages[:, :, :, 0].reshape(batch, kv_heads, count * spec.chunk_size, dim)
+    values = pages[:, :, :, 1].reshape(batch, kv_heads, count * spec.chunk_size, dim)
+    chosen = attend(q, keys, values, jnp.repeat(slots >= 0, spec.chunk_size, axis=-1))
+    present = jnp.arange(near.k.shape[2])[None, None, :] <= step.near_row[:, None, None]
+    close = attend(q, near.k, near.v, present)
+    attended = combine(chosen, close).astype(hidden.dtype)
+    return spec.model_def.merge_layer(leaves).after_attention(hidden, attended)
+
+
+class Selected(NamedTuple):
+    """Outcome of select: q [B, H, D]; slots [B, K, P] int32 (-1: none); missing [2, B, K, P] int32:
+    chunk ids that must be fetched (-1: none) and the slots they go to."""
+
+    q: jax.Array
+    slots: jax.Array
+    missing: jax.Array
+
+
+@partial(jax.jit, static_argnames="spec", donate_argnames=("near", "directory"))
+def select_stage(
+    spec: StageSpec,
+    leaves: Leaves,
+    hidden: jax.Array,
+    step: Step,
+    near: Near,
+    index: ClusterIndex,
+    directory: Directory,
+) -> tuple[Selected, Near, Directory]:
+    """Queries of one layer, the chunks they want, and which of them must be fetched.
+
+    hidden: [B, E]. Ties go to the lowest chunk; victims are chosen by lookahead (paper 5.1).
+    """
+    q, near = _inputs(spec, leaves, hidden, step, near)
+    scores = spec.form.scores(index, q, step.n_chunks, spec.rule)
+    ids = select(scores, step.n_chunks, spec.selected)
+    directory, slots, miss = place(directory, ids, lookahead(directory, scores))
+    missing = jnp.stack([jnp.where(miss, ids, -1), jnp.where(miss, slots, -1)])
+    return Selected(q, slots, missing), near, directory
+
+
+@partial(jax.jit, donate_argnames="window")
+def write_stage(window: jax.Array, pages: jax.Array, target: jax.Array) -> jax.Array:
+    """Fetched pages into their slots.
+
+    window: [B, K, S, 2, c, D], donated; pages: [M, 2, c, D]; target: [M] int32, flat slot
+    (b K + k) S + s, or B K S for rows that hold no page.
+    """
+    flat = window.reshape(-1, *window.shape[3:])
+    return flat.at[target].set(pages, mode="drop", unique_indices=False).reshape(window.shape)
+
+
+@partial(jax.jit, static_argnames="spec")
+def compute_stage(
+    spec: StageSpec,
+    leaves: Leaves,
+    hidden: jax.Array,
+    selected: Selected,
+    step: Step,
+    near: Near,
+    window: jax.Array,
+) -> jax.Array:
+    """Attention over sink, selection and local, then the feed-forward part: hidden [B, E]."""
+    return _attend(
+        spec, leaves, hidden, selected.q, step, near, window, selected.slots
+    )
+
+
+@partial(jax.jit, static_argnames="spec", donate_argnames="near")
+def resident_layer(
+    spec: StageSpec,
+    leaves: Leaves,
+    hidden: jax.Array,
+    step: Step,
+    near: Near,
+    index: ClusterIndex,
+    window: jax.Array,
+) -> tuple[jax.Array, Near]:
+    """Select and compute of one layer whose window holds every chunk at the slot of its id."""
+    q, near = _inputs(spec, leaves, hidden, step, near)
+    scores = spec.form.scores(index, q, step.n_chunks, spec.rule)
+    ids = select(scores, step.n_chunks, spec.selected)
+    return _attend(spec, leaves, hidden, q, step, near, window, ids), near
+
+
+@partial(jax.jit, static_argnames=("spec", "flush_chunks"), donate_argnames=("near", "index"))
+def flush_stage(
+    spec: StageSpec,
+    near: Near,
+    index: ClusterIndex,
+    n_new: jax.Array,
+    n_chunks: jax.Array,
+    *,
+    flush_chunks: int,
+) -> tuple[jax.Array, Near, ClusterIndex]:
+    """The oldest chunks of the near buffer as pages, indexed; the rest moves down.
+
+    n_new, n_chunks: [B] int32, chunks to flush and chunks before. Returns pages
+    [B, K, F, 2, c, D], of which the first n_new are valid, the near buffer and the index.
+    """
+    tokens = flush_chunks * spec.chunk_size
+
+    def leave(array: jax.Array) -> jax.Array:
+        batch, kv_heads, _, dim = array.shape
+        span = array[:, :, spec.sink : spec.sink + tokens]
+        return span.reshape(batch, kv_heads, flush_chunks, spec.chunk_size, dim)
+
+    def shift(array: jax.Array) -> jax.Array:
+        capacity = array.shape[2]
+        rows = jnp.arange(capacity)[None, :]
+        source = jnp.where(rows < spec.sink, rows, rows + n_new[:, None] * spec.chunk_size)
+        source = jnp.minimum(source, capacity - 1)
+        return jnp.take_along_axis(array, source[:, None, :, None], axis=2)
+
+    keys = leave(near.k)
+    pages = jnp.stack([keys, leave(near.v)], axis=3)
+    index = spec.form.append(index, keys, n_new, n_chunks)
+    return pages, Near(shift(near.k), shift(near.v)), index
+
+
+@partial(jax.jit, donate_argnames="window")
+def grow_resident(
+    window: jax.Array, pages: jax.Array, n_new: jax.Array, n_chunks: jax.Array
+) -> jax.Array:
+    """Flushed pages into a window that holds every chunk at the slot of its id."""
+    batch, _, capacity = window.shape[:3]
+    offset = jnp.arange(pages.shape[2])[None, :]
+    slot = jnp.where(offset < n_new[:, None], n_chunks[:, None] + offset, capacity)
+    rows = jnp.arange(batch)[:, None]
+    moved = pages.transpose(0, 2, 1, 3, 4, 5)
+    return window.at[rows, :, slot].set(moved, mode="drop")

@@ -1,0 +1,372 @@
+"""Where every byte will go, in each tier, before anything is loaded or started.
+
+The plan is what the engine then does: it takes its capacities, window and shares from here, and
+the ledger refuses whatever the plan did not foresee.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvdrive_jax import compat
+from kvdrive_jax.config import KVDriveConfig, TierConfig, format_size
+from kvdrive_jax.index.clusters import ClusterForm
+from kvdrive_jax.models.config import ModelConfig
+from kvdrive_jax.pipeline.prefill import prefill_bytes
+from kvdrive_jax.shapes import BatchShape, batch_shape
+from kvdrive_jax.telemetry import TIERS, BudgetError, Tier
+from kvdrive_jax.tiers.pages import PageGeometry
+from kvdrive_jax.tiers.placement import SessionPlan, plan_session
+
+WINDOWS = (4.0, 3.0, 2.0, 1.5, 1.0)
+"""Window multiples tried, largest first, when none is given and not everything fits."""
+
+STAGING_BUFFERS = 2
+WORKERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Bytes each tier may use; ssd 0 means that there is no SSD tier."""
+
+    hbm: int
+    dram: int
+    ssd: int
+
+    def of(self, tier: Tier) -> int:
+        """The budget of one tier."""
+        return {"hbm": self.hbm, "dram": self.dram, "ssd": self.ssd}[tier]
+
+
+def host_memory_bytes() -> int:
+    """Bytes of host memory that are free for use now."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def resolve_budgets(tiers: TierConfig) -> Budgets:
+    """Budgets with what was left open found out from the machine.
+
+    HBM: nine tenths of what the device allows; on a CPU, where device memory is host memory, half
+    of what is free. DRAM: four fifths of what is free (on a CPU two fifths). SSD: nine tenths of
+    the free space where ssd_dir is given, else none. Raises ValueError when ssd_dir is no
+    directory.
+    """
+    free = host_memory_bytes()
+    limit = compat.device_memory_limit()
+    on_cpu = compat.platform() == "cpu"
+    hbm = tiers.hbm_budget
+    if hbm is None:
+        hbm = free // 2 if limit is None or on_cpu else limit * 9 // 10
+    dram = tiers.dram_budget
+    if dram is None:
+        dram = free * 2 // 5 if on_cpu else free * 4 // 5
+    ssd = 0
+    if tiers.ssd_dir is not None:
+        if not Path(tiers.ssd_dir).is_dir():
+            raise ValueError(
+                f"ssd_dir must be an existing directory, got {tiers.ssd_dir!r}: create it, or "
+                "give another one"
+            )
+        ssd = tiers.ssd_budget
+        if ssd is None:
+            ssd = shutil.disk_usage(tiers.ssd_dir).free * 9 // 10
+    return Budgets(hbm=hbm, dram=dram, ssd=ssd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One account of a tier, in bytes."""
+
+    tier: Tier
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Capacities and bytes of one batch.
+
+    window_slots: S, slots per (session, layer, kv head); resident: every chunk has a slot, so
+    that nothing is fetched; window: the multiple of the budget; sessions: what each session takes
+    in DRAM and on SSD (empty for resident and full).
+    """
+
+    shape: BatchShape
+    budgets: Budgets
+    lines: tuple[Line, ...]
+    method: str
+    window: float
+    window_slots: int
+    resident: bool
+    sessions: tuple[SessionPlan, ...]
+    cluster_capacity: int
+    form: ClusterForm | None
+
+    def used(self, tier: Tier) -> int:
+        """Bytes planned in a tier."""
+        return sum(line.nbytes for line in self.lines if line.tier == tier)
+
+    def bytes_of(self, tier: Tier, name: str) -> int:
+        """Bytes of one account."""
+        return sum(line.nbytes for line in self.lines if (line.tier, line.name) == (tier, name))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tier stays inside its budget."""
+        return all(self.used(tier) <= self.budgets.of(tier) for tier in TIERS)
+
+    def require(self) -> None:
+        """Raise BudgetError, with the arithmetic, for the first tier that does not fit."""
+        for tier in TIERS:
+            used, budget = self.used(tier), self.budgets.of(tier)
+            if used > budget:
+                parts = ", ".join(
+                    f"{line.name} {format_size(line.nbytes)}"
+                    for line in self.lines
+                    if line.tier == tier and line.nbytes
+                )
+                raise BudgetError(
+                    f"the plan needs {used:,} bytes of {tier.upper()} ({parts}), the budget is "
+                    f"{budget:,}: {_advice(tier, self.method, self.resident)}"
+                )
+
+    def table(self) -> str:
+        """The plan for people: every account, the sums and the budgets, and whether it fits."""
+        shape = self.shape
+        where = "everything in HBM" if self.resident else f"window x{self.window:g}"
+        head = [
+            f"plan: {self.method}, {shape.batch} session(s) of {_spread(shape.prompt_tokens)} "
+            f"prompt tokens + {shape.max_new_tokens} new",
+        ]
+        if self.method != "full":
+            head.append(
+                f"selection {shape.selected} chunks per kv head and step, {where}, "
+                f"{self.window_slots} slots per (session, layer, kv head)"
+            )
+        rows = []
+        for tier in TIERS:
+            used, budget = self.used(tier), self.budgets.of(tier)
+            verdict = "fits" if used <= budget else "DOES NOT FIT"
+            rows.append(
+                f"{tier.upper():5} {format_size(used):>12} of {format_size(budget):>12}  {verdict}"
+            )
+            rows += [
+                f"      {format_size(line.nbytes):>12}  {line.name}"
+                for line in self.lines
+                if line.tier == tier and line.nbytes
+            ]
+            if used > budget:
+                rows.append(f"      change: {_advice(tier, self.method, self.resident)}")
+        return "\n".join(head + rows)
+
+
+def _spread(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _advice(tier: Tier, method: str, resident: bool) -> str:
+    if tier == "hbm":
+        if method == "full":
+            return "raise --hbm-budget, shorten the prompt, or use --method kvdrive"
+        return "raise --hbm-budget, or lower --window, --budget, --batch-size or the context"
+    if tier == "dram":
+        return "raise --dram-budget, or give --ssd-dir"
+    return "raise --ssd-budget, or give an --ssd-dir with more space"
+
+
+def plan_batch(
+    model: ModelConfig,
+    dtype: np.dtype[Any],
+    parameters: int,
+    config: KVDriveConfig,
+    prompt_tokens: Sequence[int],
+    max_new_tokens: int,
+    *,
+    budgets: Budgets | None = None,
+) -> Plan:
+    """The plan for one batch of prompts.
+
+    dtype: of weights and KV; parameters: stored parameters. Works without
+    weights. Raises ValueError for a budget above the context length, BudgetError when DRAM cannot
+    hold the pages and there is no SSD; a plan that merely does not fit is returned, see
+    ``Plan.require``.
+    """
+    context = config.context_length or model.max_positions
+    shape = batch_shape(config.retrieval, prompt_tokens, max_new_tokens, context)
+    budgets = budgets or resolve_budgets(config.tiers)
+    itemsize = dtype.itemsize
+    base = [
+        Line(tier="hbm", name="weights", nbytes=parameters * itemsize),
+        Line(
+            tier="hbm",
+            name="prefill",
+            nbytes=prefill_bytes(
+                tokens=shape.prompt_capacity,
+                width=model.hidden_size,
+                kv_heads=model.num_kv_heads,
+                heads=model.num_heads,
+                head_dim=model.head_dim,
+                itemsize=itemsize,
+                ffn=model.intermediate_size,
+            ),
+        ),
+        Line(tier="hbm", name="logits", nbytes=2 * shape.batch * model.vocab_size * 4),
+    ]
+    if config.method == "full":
+        per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+        cache = Line(
+            tier="hbm",
+            name="kv cache",
+            nbytes=per_token * shape.batch * shape.cache_tokens,
+        )
+        return Plan(
+            shape=shape,
+            budgets=budgets,
+            lines=(*base, cache),
+            method=config.method,
+            window=0.0,
+            window_slots=0,
+            resident=True,
+            sessions=(),
+            cluster_capacity=0,
+            form=None,
+        )
+    return _plan_kvdrive(model, dtype, config, shape, budgets, base)
+
+
+def _plan_kvdrive(
+    model: ModelConfig,
+    dtype: np.dtype[Any],
+    config: KVDriveConfig,
+    shape: BatchShape,
+    budgets: Budgets,
+    base: list[Line],
+) -> Plan:
+    retrieval, tiers = config.retrieval, config.tiers
+    form = ClusterForm(
+        tokens_per_cluster=retrieval.tokens_per_cluster,
+        chunk_size=retrieval.chunk_size,
+        segment_tokens=retrieval.segment_tokens,
+        rounds=retrieval.kmeans_rounds,
+    )
+    geometry = PageGeometry(
+        layers=model.num_layers,
+        kv_heads=model.num_kv_heads,
+        chunk_size=retrieval.chunk_size,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+    pairs = shape.batch * model.num_layers * model.num_kv_heads
+    clusters = form.cluster_capacity(
+        shape.chunk_capacity, shape.flush_events, shape.flush_chunks
+    )
+    index = model.num_layers * form.nbytes(
+        shape.batch, model.num_kv_heads, model.head_dim, shape.chunk_capacity, clusters
+    )
+    near = pairs * shape.near_capacity * 2 * model.head_dim * dtype.itemsize
+    flush = (
+        shape.batch * model.num_kv_heads * shape.flush_chunks * geometry.page_bytes
+    )
+    base = [
+        *base,
+        Line(tier="hbm", name="index", nbytes=index),
+        Line(tier="hbm", name="sink, local and recent", nbytes=near + flush),
+    ]
+
+    def lines_for(slots: int) -> list[Line]:
+        resident = slots >= shape.chunk_capacity
+        directory = 0 if resident else pairs * (shape.chunk_capacity + slots) * 4
+        fetched = shape.batch * model.num_kv_heads * shape.selected * geometry.page_bytes
+        return [
+            *base,
+            Line(tier="hbm", name="windows", nbytes=pairs * slots * geometry.page_bytes),
+            Line(tier="hbm", name="directory", nbytes=directory),
+            Line(tier="hbm", name="fetched pages", nbytes=0 if resident else fetched),
+        ]
+
+    def slots_for(multiple: float) -> int:
+        return min(shape.chunk_capacity, max(shape.selected, round(multiple * shape.selected)))
+
+    def hbm(slots: int) -> int:
+        return sum(line.nbytes for line in lines_for(slots))
+
+    if config.window.multiple is not None:
+        slots = slots_for(config.window.multiple)
+    else:
+        choices = [shape.chunk_capacity, *(slots_for(multiple) for multiple in WINDOWS)]
+        slots = next((n for n in choices if hbm(n) <= budgets.hbm), choices[-1])
+    resident = slots >= shape.chunk_capacity
+    lines = lines_for(slots)
+    sessions: list[SessionPlan] = []
+    if not resident:
+        staging = (
+            STAGING_BUFFERS
+            * shape.batch
+            * model.num_kv_heads
+            * shape.selected
+            * geometry.page_bytes
+        )
+        sessions = _plan_sessions(geometry, shape, tiers, budgets, staging)
+        store = max(plan.staging_bytes(WORKERS) for plan in sessions)
+        lines += [
+            Line(tier="dram", name="staging", nbytes=staging + store),
+            Line(tier="dram", name="pages", nbytes=sum(plan.dram_bytes for plan in sessions)),
+            Line(tier="ssd", name="pages", nbytes=sum(plan.ssd_bytes for plan in sessions)),
+        ]
+    return Plan(
+        shape=shape,
+        budgets=budgets,
+        lines=tuple(lines),
+        method=config.method,
+        window=slots / shape.selected,
+        window_slots=slots,
+        resident=resident,
+        sessions=tuple(sessions),
+        cluster_capacity=clusters,
+        form=form,
+    )
+
+
+def _plan_sessions(
+    geometry: PageGeometry,
+    shape: BatchShape,
+    tiers: TierConfig,
+    budgets: Budgets,
+    staging: int,
+) -> list[SessionPlan]:
+    """What each session takes in DRAM and on SSD: all it can use, or an equal share."""
+    ssd = tiers.ssd_dir is not None
+    def plan(row: int, share: int | None) -> SessionPlan:
+        return plan_session(
+            geometry,
+            chunk_capacity=shape.row_chunks[row],
+            dram_bytes=share,
+            ssd=ssd,
+            extent_bytes=tiers.extent_bytes,
+            prompt_chunks=shape.prompt_chunks[row],
+            piece_chunks=shape.flush_chunks,
+        )
+
+    rows = range(shape.batch)
+    whole = [plan(row, None) for row in rows]
+    buffers = staging + max(session.staging_bytes(WORKERS) for session in whole)
+    if buffers + sum(session.dram_bytes for session in whole) <= budgets.dram:
+        return whole
+    if budgets.dram < buffers:
+        raise BudgetError(
+            f"the DRAM budget of {budgets.dram:,} bytes cannot hold the staging buffers of "
+            f"{buffers:,} bytes: raise --dram-budget, or lower --budget or --batch-size"
+        )
+    share = (budgets.dram - buffers) // shape.batch
+    return [plan(row, min(share, whole[row].dram_bytes)) for row in rows]

@@ -1,0 +1,88 @@
+"""The DRAM tier of one session: page slabs, one per layer, and the map from chunk to row.
+
+A layer's slab is one block of K x rows pages; blocks stay in the size that every allocator and
+driver can give. With room for every chunk the row of a chunk is its id and there is no map.
+Written by workers while an offload of that layer is pending, read by anyone after it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdrive_jax.tiers.pages import Bytes, Ids, PageGeometry, Wide, page_rows, touched_bytes
+
+
+def available_bytes() -> int | None:
+    """Host memory that can be had without swapping, or None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+class DramSlabs:
+    """Pages [L, K, rows, 2, c, D] in host memory, as rows of bytes.
+
+    Attributes:
+        slabs: per layer uint8 [K * rows, page_bytes], pre-touched, 64-byte aligned.
+        row_of_chunk: per layer int32 [K * chunk_capacity], the row in the layer's slab, -1 when the
+            chunk is not in DRAM; None when DRAM holds every chunk (then row = chunk).
+        used: per layer, rows taken of each kv head.
+    """
+
+    def __init__(self, geometry: PageGeometry, chunk_capacity: int, rows: int) -> None:
+        self._geometry = geometry
+        self.capacity, self.rows = chunk_capacity, rows
+        heads, page = geometry.kv_heads, geometry.page_bytes
+        self.slabs: list[Bytes] = [
+            touched_bytes(heads * rows * page, f"a DRAM slab (layer {layer})").reshape(
+                heads * rows, page
+            )
+            for layer in range(geometry.layers)
+        ]
+        self.row_of_chunk: list[Ids] | None = None
+        if rows < chunk_capacity:
+            self.row_of_chunk = [
+                np.full(heads * chunk_capacity, -1, np.int32) for _ in range(geometry.layers)
+            ]
+        self.used = [0] * geometry.layers
+
+    def put(self, layer: int, head: int, pages: npt.NDArray[Any], chunks: Wide) -> None:
+        """Store ``pages[chunks]`` (``pages`` [N, 2, c, D] by chunk id) in the first rows."""
+        start, count = head * self.rows, len(chunks)
+        source = page_rows(pages, self._geometry.page_bytes)
+        target = self.slabs[layer][start : start + count]
+        if self.row_of_chunk is None:
+            target[...] = source[:count]
+            return
+        np.take(source, chunks, axis=0, out=target, mode="clip")
+        map_start = head * self.capacity
+        rows = np.arange(start, start + count, dtype=np.int32)
+        self.row_of_chunk[layer][map_start : map_start + self.capacity][chunks] = rows
+
+    def append(self, layer: int, pages: npt.NDArray[Any], first_chunk: int, n_new: int) -> int:
+        """Store as many of ``pages`` [K, F, 2, c, D], ids from ``first_chunk`` on, as there are
+        free rows for. Returns how many of each kv head are in DRAM now."""
+        count = min(n_new, self.rows - self.used[layer])
+        if count <= 0:
+            return 0
+        row = self.used[layer]
+        for head in range(self._geometry.kv_heads):
+            start = head * self.rows + row
+            source = page_rows(pages[head, :count], self._geometry.page_bytes)
+            self.slabs[layer][start : start + count] = source
+            if self.row_of_chunk is not None:
+                at = head * self.capacity + first_chunk
+                self.row_of_chunk[layer][at : at + count] = np.arange(
+                    start, start + count, dtype=np.int32
+                )
+        self.used[layer] = row + count
+        return count

@@ -1,0 +1,128 @@
+"""Pages: their geometry, what a fetch of them counts, errors that name them, memory for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Ids = npt.NDArray[np.int32]
+Wide = npt.NDArray[np.int64]
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and what a device's DMA engine likes."""
+
+
+class PageError(RuntimeError):
+    """Pages could not be written, read or verified; says which.
+
+    Attributes: session, layer, head, extent, path; None where the fault is not that narrow.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        session: str,
+        layer: int | None = None,
+        head: int | None = None,
+        extent: int | None = None,
+        path: str | None = None,
+    ) -> None:
+        where = [f"session {session!r}"]
+        where += [
+            f"{word} {value}"
+            for word, value in (("layer", layer), ("head", head), ("extent", extent))
+            if value is not None
+        ]
+        if path is not None:
+            where.append(f"file {path}")
+        super().__init__(f"{', '.join(where)}: {reason}")
+        self.session = session
+        self.layer = layer
+        self.head = head
+        self.extent = extent
+        self.path = path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageGeometry:
+    """Shape of everything in the store: L layers, K kv heads, chunks of c tokens of D values.
+
+    ``dtype`` may be any fixed-size NumPy dtype, bfloat16 of ml_dtypes included.
+    Raises ValueError when a number is not a positive integer.
+    """
+
+    layers: int
+    kv_heads: int
+    chunk_size: int
+    head_dim: int
+    dtype: np.dtype[Any]
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "chunk_size", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        if self.dtype.hasobject or self.dtype.itemsize == 0:
+            raise ValueError(f"dtype must have a fixed size in bytes, got {self.dtype}")
+
+    @property
+    def page_shape(self) -> tuple[int, int, int]:
+        """[2, c, D]: the keys of one chunk of one (layer, kv head), then its values."""
+        return (2, self.chunk_size, self.head_dim)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return math.prod(self.page_shape) * self.dtype.itemsize
+
+    def check(self, name: str, pages: npt.NDArray[Any]) -> None:
+        """Raise ValueError unless ``pages`` is [K, any, 2, c, D] of this dtype."""
+        expected = (self.kv_heads, "any", *self.page_shape)
+        if (
+            pages.ndim != 5
+            or pages.shape[0] != self.kv_heads
+            or pages.shape[2:] != self.page_shape
+            or pages.dtype != self.dtype
+        ):
+            raise ValueError(
+                f"{name} must be {list(expected)} of {self.dtype}, "
+                f"got {list(pages.shape)} of {pages.dtype}"
+            )
+
+
+class FetchCount(NamedTuple):
+    """What one fetch moved: pages found in DRAM, pages found on SSD, bytes read from SSD."""
+
+    dram_pages: int
+    ssd_pages: int
+    ssd_bytes_read: int
+
+
+def page_rows(pages: npt.NDArray[Any], page_bytes: int) -> Bytes:
+    """Pages [n, 2, c, D] as rows of bytes [n, page_bytes], without a copy where C-contiguous."""
+    flat = np.ascontiguousarray(pages).reshape(len(pages), math.prod(pages.shape[1:]))
+    return flat.view(np.uint8).reshape(len(pages), page_bytes)
+
+
+def touched_bytes(nbytes: int, what: str) -> Bytes:
+    """``nbytes`` of zeros, aligned to ALIGNMENT, every memory page of it already mapped.
+
+    A first write to fresh memory costs a page fault; paid here, not in a fetch.
+    Raises MemoryError saying what was asked for, when the host cannot give it.
+    """
+    try:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    except MemoryError as error:
+        raise MemoryError(
+            f"host memory cannot hold {what} of {nbytes:,} bytes; lower --dram-budget"
+        ) from error
+    raw.fill(0)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]

@@ -1,0 +1,400 @@
+"""The pages of one session in DRAM and on SSD: stored by workers, gathered by id."""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdrive_jax.telemetry import Ledger, Traffic
+from kvdrive_jax.tiers.dram import DramSlabs
+from kvdrive_jax.tiers.extents import ceil_div, cluster_order, plan_read
+from kvdrive_jax.tiers.pages import Bytes, FetchCount, Ids, PageError, PageGeometry, Wide
+from kvdrive_jax.tiers.placement import SessionPlan, resident_chunks
+from kvdrive_jax.tiers.ssd import SsdDirectory, SsdSegments
+from kvdrive_jax.tiers.staging import Transit
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What the sessions of one store share."""
+
+    geometry: PageGeometry
+    ledger: Ledger
+    traffic: Traffic
+    transit: Transit
+    offloaders: futures.ThreadPoolExecutor
+    directory: SsdDirectory | None
+    failed: Callable[[PageError], None]
+    """Called once by a worker when a session has failed."""
+    seen: Callable[[PageError], None]
+    """Called when the session's user was told of that failure."""
+    closed: Callable[[SessionPages], None]
+
+
+class SessionPages:
+    """The pages of one session; made by ``PageStore.open``.
+
+    Called from one thread, ``PageStore.submit_fetch`` apart.
+
+    Attributes: name; plan (what is reserved); failure (why it cannot be used, or None).
+    """
+
+    def __init__(self, shared: Shared, plan: SessionPlan, name: str, serial: int) -> None:
+        self.name, self.plan = name, plan
+        self.failure: PageError | None = None
+        self._shared = shared
+        geometry, ledger = shared.geometry, shared.ledger
+        self._heads, self._capacity = geometry.kv_heads, plan.chunk_capacity
+        self._account = f"session {name} (#{serial})"
+        self._count = [0] * geometry.layers
+        self._offloaded = [False] * geometry.layers
+        self._piece = [0] * geometry.layers
+        self._pending: list[list[futures.Future[None]]] = [[] for _ in range(geometry.layers)]
+        self._fetches: set[futures.Future[FetchCount]] = set()
+        self._lock = threading.Lock()
+        self._outstanding = 0
+        self._written = 0
+        self._closed = False
+        self._segments: SsdSegments | None = None
+        self._positions: list[Ids] = []
+        ledger.reserve("dram", f"{self._account}: page slabs", plan.slab_bytes)
+        try:
+            ledger.reserve("dram", f"{self._account}: maps", plan.map_bytes)
+            ledger.reserve("ssd", f"{self._account}: extents", plan.ssd_bytes)
+            self._dram = DramSlabs(geometry, plan.chunk_capacity, plan.rows)
+            if plan.layout is not None and shared.directory is not None:
+                entries = self._heads * self._capacity
+                self._positions = [np.full(entries, -1, np.int32) for _ in self._count]
+                path = shared.directory.path / f"session-{serial:06d}"
+                self._segments = SsdSegments(
+                    path, geometry, plan.layout, shared.directory.context, name
+                )
+        except BaseException:
+            self._release()
+            raise
+
+    @property
+    def disk_promised(self) -> int:
+        """Bytes on disk that are reserved and not yet written."""
+        return 0 if self._segments is None else max(0, self.plan.ssd_bytes - self._written)
+
+    def stored(self, layer: int) -> int:
+        """Chunks of each kv head handed in for a layer: their ids are 0 .. stored - 1."""
+        return self._count[layer]
+
+    def offload(
+        self,
+        layer: int,
+        pages: Array,
+        n_chunks: int,
+        cluster_of_chunk: npt.NDArray[np.integer] | None,
+        importance: npt.NDArray[np.floating] | None,
+    ) -> None:
+        """Store the prompt's pages of one layer, in the background.
+
+        Waits while too many bytes are in flight. The arrays are read until ``wait``, or a fetch of
+        the layer, returns; they must not change before.
+
+        Args:
+            pages: [K, N, 2, c, D] by chunk id; what lies at ``n_chunks`` and beyond is padding.
+            cluster_of_chunk: integer [K, N], the order on SSD (by cluster, then id); None: by id.
+            importance: [K, N], which chunks DRAM holds if not all; None: the first.
+
+        Raises ValueError for shapes and counts that do not fit, or a layer offloaded before;
+        PageError when the session failed.
+        """
+        self._check_usable()
+        self._shared.geometry.check("pages", pages)
+        if not 0 <= layer < len(self._count):
+            raise ValueError(f"layer must be in 0..{len(self._count) - 1}, got {layer}")
+        if self._offloaded[layer] or self._count[layer]:
+            raise ValueError(f"layer {layer} of session {self.name!r} was offloaded already")
+        layout = self.plan.layout
+        limit = min(pages.shape[1], self._capacity)
+        if layout is not None:
+            limit = min(limit, layout.prompt_extents * layout.pages_per_extent)
+        if not 0 <= n_chunks <= limit:
+            raise ValueError(
+                f"n_chunks must be in 0..{limit} (pages {list(pages.shape)}, chunk capacity "
+                f"{self._capacity}), got {n_chunks}"
+            )
+        for name, array in (("cluster_of_chunk", cluster_of_chunk), ("importance", importance)):
+            if array is not None and (
+                array.ndim != 2 or len(array) != self._heads or array.shape[1] < n_chunks
+            ):
+                raise ValueError(
+                    f"{name} must be [{self._heads}, >= {n_chunks}], got {list(array.shape)}"
+                )
+        self._offloaded[layer] = True
+        if n_chunks == 0:
+            return
+        self._count[layer] = n_chunks
+        self._dram.used[layer] = min(n_chunks, self._dram.rows)
+        nbytes = n_chunks * self._shared.geometry.page_bytes
+        self._shared.traffic.add("hbm_to_dram", self._heads * nbytes)
+        for head in range(self._heads):
+            clusters = None if cluster_of_chunk is None else cluster_of_chunk[head]
+            weights = None if importance is None else importance[head]
+            self._submit(
+                layer, head, nbytes, self._store_prompt, pages[head], n_chunks, clusters, weights
+            )
+
+    def append(self, layer: int, pages: Array, first_chunk: int, n_new: int) -> None:
+        """Store ``n_new`` flushed chunks of one layer, ids ``first_chunk`` and up.
+
+        ``pages`` [K, F, 2, c, D], F >= n_new. DRAM takes those it has free rows for before this
+        returns; SSD, where there is one, takes all in the background (see ``offload``).
+
+        Raises ValueError when ids do not follow those stored or exceed the capacity, PageError when
+        the session failed.
+        """
+        self._check_usable()
+        self._shared.geometry.check("pages", pages)
+        if not 0 <= n_new <= pages.shape[1]:
+            raise ValueError(f"n_new must be in 0..{pages.shape[1]}, got {n_new}")
+        if first_chunk != self._count[layer] or first_chunk + n_new > self._capacity:
+            raise ValueError(
+                f"chunks {first_chunk}..{first_chunk + n_new - 1} of layer {layer} must follow the "
+                f"{self._count[layer]} stored and stay below the capacity of {self._capacity}"
+            )
+        if n_new == 0:
+            return
+        layout, segments = self.plan.layout, self._segments
+        step, places = n_new, 0
+        if layout is not None:
+            step = layout.piece_extents * layout.pages_per_extent
+            places = ceil_div(n_new, step)
+            if self._piece[layer] + places > layout.pieces:
+                raise ValueError(
+                    f"layer {layer} of session {self.name!r} has no place on SSD for {n_new} more "
+                    f"chunks: {layout.pieces} pieces of up to {step} chunks were reserved; open "
+                    "the session with the chunks of one flush as piece_chunks"
+                )
+        page_bytes = self._shared.geometry.page_bytes
+        self._shared.traffic.add("hbm_to_dram", self._heads * n_new * page_bytes)
+        self._dram.append(layer, pages, first_chunk, n_new)
+        self._count[layer] = first_chunk + n_new
+        if layout is None or segments is None:
+            return
+        by_head = self._positions[layer].reshape(self._heads, self._capacity)
+        for start in range(0, n_new, step):
+            part = pages[:, start : min(n_new, start + step)]
+            piece = self._piece[layer]
+            self._piece[layer] += 1
+            count = part.shape[1]
+            position = layout.piece_extent(piece) * layout.pages_per_extent
+            first = first_chunk + start
+            by_head[:, first : first + count] = np.arange(position, position + count)
+            self._submit(
+                layer, None, self._heads * count * page_bytes, self._store_piece, piece, part
+            )
+
+    def wait(self) -> None:
+        """Until everything handed in is stored; raises the PageError of what could not be."""
+        for layer in range(len(self._pending)):
+            self._settle(layer)
+        self._check_usable()
+
+    def close(self) -> None:
+        """Give up what is pending, release every reservation, delete the files; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        waiting: list[futures.Future[Any]] = [f for jobs in self._pending for f in jobs]
+        futures.wait([*waiting, *list(self._fetches)])
+        self._release()
+        self._shared.closed(self)
+
+    def gather(self, layer: int, head: Ids, chunk: Ids, target: Bytes) -> FetchCount:
+        """Pages of ``head`` [M], ``chunk`` [M] into ``target`` [M, page_bytes]; see
+        ``PageStore.fetch``."""
+        if self._pending[layer]:
+            self._settle(layer)
+        if self.failure is not None or self._closed:
+            self._check_usable()
+        heads, count = self._heads, self._count[layer]
+        # Negative ids are large as unsigned ones.
+        if int(head.view(np.uint32).max()) >= heads or int(chunk.view(np.uint32).max()) >= count:
+            raise ValueError(
+                f"layer {layer} of session {self.name!r} holds kv heads 0..{heads - 1} and chunks "
+                f"0..{count - 1}, got heads {head.min()}..{head.max()} and chunks "
+                f"{chunk.min()}..{chunk.max()}"
+            )
+        index = head * self._capacity + chunk
+        dram, m = self._dram, len(chunk)
+        if dram.row_of_chunk is None:
+            dram.slabs[layer].take(index, axis=0, out=target, mode="clip")
+            return FetchCount(m, 0, 0)
+        row = dram.row_of_chunk[layer].take(index)
+        absent = np.flatnonzero(row < 0)
+        if len(absent) < m:
+            # Absent pages get row 0 here and their own bytes below: cheaper than a second copy.
+            dram.slabs[layer].take(row, axis=0, out=target, mode="clip")
+        if not len(absent):
+            return FetchCount(m, 0, 0)
+        position = self._positions[layer].take(index[absent])
+        nbytes = self._gather_ssd(layer, head[absent], position, target, absent)
+        return FetchCount(m - len(absent), len(absent), nbytes)
+
+    def track(self, fetch: futures.Future[FetchCount]) -> None:
+        """Keep the session from closing under a fetch."""
+        self._fetches.add(fetch)
+        fetch.add_done_callback(self._fetches.discard)
+
+    def _gather_ssd(
+        self, layer: int, head: Ids, position: Ids, target: Bytes, at: npt.NDArray[np.intp]
+    ) -> int:
+        layout, segments = self.plan.layout, self._segments
+        if layout is None or segments is None:
+            raise PageError("its pages on SSD are gone", session=self.name, layer=layer)
+        plan = plan_read(layout, head, position, self._heads)
+        per_extent, extent_bytes = layout.pages_per_extent, layout.extent_bytes
+        n = len(plan.extents)
+        with self._shared.transit.reads.borrow() as scratch:
+            per_round = scratch.nbytes // extent_bytes
+            for first in range(0, n, per_round):
+                last = min(n, first + per_round)
+                block = scratch[: (last - first) * extent_bytes]
+                segments.read(
+                    layer,
+                    plan.heads[first:last],
+                    plan.extents[first:last],
+                    block.reshape(last - first, extent_bytes),
+                )
+                edges = np.searchsorted(plan.place, (first * per_extent, last * per_extent))
+                chosen = slice(int(edges[0]), int(edges[1]))
+                pages = block.reshape(-1, layout.page_bytes)
+                target[at[plan.order[chosen]]] = pages[plan.place[chosen] - first * per_extent]
+        self._shared.traffic.add("ssd_to_dram", n * extent_bytes)
+        return n * extent_bytes
+
+    # Workers.
+
+    def _submit(
+        self, layer: int, head: int | None, nbytes: int, job: Callable[..., None], *args: Any
+    ) -> None:
+        self._shared.transit.enter(nbytes)
+        with self._lock:
+            self._outstanding += 1
+        try:
+            future = self._shared.offloaders.submit(self._run, layer, head, nbytes, job, *args)
+        except BaseException:
+            self._finish(nbytes)
+            raise
+        with self._lock:
+            self._pending[layer].append(future)
+
+    def _run(
+        self, layer: int, head: int | None, nbytes: int, job: Callable[..., None], *args: Any
+    ) -> None:
+        try:
+            if self.failure is None and not self._closed:
+                job(layer, head, *args)
+        except PageError as error:
+            self._fail(error)
+        except Exception as error:
+            failure = PageError(
+                f"cannot be stored: {type(error).__name__}: {error}",
+                session=self.name,
+                layer=layer,
+                head=head,
+            )
+            failure.__cause__ = error
+            self._fail(failure)
+        finally:
+            self._finish(nbytes)
+
+    def _store_prompt(
+        self,
+        layer: int,
+        head: int,
+        pages: Array,
+        n_chunks: int,
+        clusters: npt.NDArray[np.integer] | None,
+        importance: npt.NDArray[np.floating] | None,
+    ) -> None:
+        rows = self._dram.rows
+        if rows:
+            chunks = resident_chunks(importance, n_chunks, rows)
+            self._dram.put(layer, head, pages, chunks)
+        if self._segments is not None:
+            order: Wide = cluster_order(clusters, n_chunks)
+            start = head * self._capacity
+            self._positions[layer][start : start + n_chunks][order] = np.arange(
+                n_chunks, dtype=np.int32
+            )
+            with self._shared.transit.writes.borrow() as scratch:
+                written = self._segments.write_prompt(layer, head, pages, order, scratch)
+            self._count_written(written)
+
+    def _store_piece(self, layer: int, head: int | None, piece: int, pages: Array) -> None:
+        if self._segments is not None:
+            with self._shared.transit.writes.borrow() as scratch:
+                written = self._segments.write_piece(layer, piece, pages, scratch)
+            self._count_written(written)
+
+    def _count_written(self, nbytes: int) -> None:
+        self._shared.traffic.add("dram_to_ssd", nbytes)
+        with self._lock:
+            self._written += nbytes
+
+    def _fail(self, error: PageError) -> None:
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+        self._shared.failed(error)
+
+    def _finish(self, nbytes: int) -> None:
+        self._shared.transit.leave(nbytes)
+        with self._lock:
+            self._outstanding -= 1
+            last = self._outstanding == 0
+        if last and self.failure is not None:
+            self._remove_files()
+
+    def _settle(self, layer: int) -> None:
+        futures.wait(list(self._pending[layer]))
+        with self._lock:
+            self._pending[layer] = [job for job in self._pending[layer] if not job.done()]
+
+    def _check_usable(self) -> None:
+        if self.failure is not None:
+            self._shared.seen(self.failure)
+            raise PageError(
+                f"the session failed: {self.failure}",
+                session=self.name,
+                layer=self.failure.layer,
+                head=self.failure.head,
+                extent=self.failure.extent,
+            ) from self.failure
+        if self._closed:
+            raise RuntimeError(f"session {self.name!r} is closed")
+
+    def _remove_files(self) -> None:
+        with self._lock:
+            segments, self._segments = self._segments, None
+        if segments is not None:
+            segments.remove()
+            self._shared.ledger.release("ssd", f"{self._account}: extents")
+
+    def _release(self) -> None:
+        """Give back whatever is held; what the constructor did not reach is not."""
+        ledger = self._shared.ledger
+        if self._segments is not None:
+            self._segments.remove()
+            self._segments = None
+        for tier in ("dram", "ssd"):
+            for account in ledger.accounts(tier):
+                if account.startswith(f"{self._account}: "):
+                    ledger.release(tier, account)
+        self._positions = []
+        self.__dict__.pop("_dram", None)

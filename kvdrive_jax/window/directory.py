@@ -1,0 +1,162 @@
+"""Which chunks are in HBM and in which slots: the map chunk -> slot and slot -> chunk.
+
+One directory serves one layer. It lives on the device, so that selected ids never wait for the CPU
+(the paper's CPU look-up grows with the window, figure 16). It moves no byte: `place` says which
+selected chunks are missing and which slot each of them gets; whoever fetches them writes the slots.
+
+Two things hold at every moment, per (session, kv head): the two maps are each other's inverse, and
+no slot from `capacity` on is ever used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Directory:
+    """The windows of one layer.
+
+    Attributes:
+        slot_of_chunk: [B, K, N] int32, -1 for a chunk that is not in its window.
+        chunk_of_slot: [B, K, S] int32, -1 for an empty slot.
+        capacity: [K] int32, usable slots of each kv head, at most S and at least the number of
+            chunks selected in a step.
+    """
+
+    slot_of_chunk: jax.Array
+    chunk_of_slot: jax.Array
+    capacity: jax.Array
+
+
+def empty_directory(
+    batch: int, kv_heads: int, chunk_capacity: int, slots: int, capacity: jax.Array | int
+) -> Directory:
+    """A directory with nothing in it.
+
+    Args:
+        batch, kv_heads: B and K.
+        chunk_capacity: N, the most chunks a session can have.
+        slots: S, slots per (session, kv head).
+        capacity: usable slots, one number or [K] int32.
+    """
+    if slots < 1:
+        raise ValueError(f"slots must be at least 1, got {slots}")
+    return Directory(
+        slot_of_chunk=jnp.full((batch, kv_heads, chunk_capacity), -1, jnp.int32),
+        chunk_of_slot=jnp.full((batch, kv_heads, slots), -1, jnp.int32),
+        capacity=jnp.broadcast_to(jnp.asarray(capacity, jnp.int32), (kv_heads,)).copy(),
+    )
+
+
+def place(
+    directory: Directory, ids: jax.Array, priority: jax.Array
+) -> tuple[Directory, jax.Array, jax.Array]:
+    """Gives every selected chunk a slot.
+
+    A hit keeps its slot. Misses take, in the order of `ids`, the empty slots first, then those of
+    the lowest priority, ties to the lowest slot; never one that was selected in this step.
+
+    Args:
+        directory: the maps before the step.
+        ids: [B, K, P] int32 selected chunks, each at most once, -1 for padding. P <= S.
+        priority: [B, K, S] float32 worth of what is in each slot (see `eviction`), not NaN. Read
+            only for slots in use.
+
+    Returns:
+        The directory after the step; slots [B, K, P] int32, where each selected chunk is or is to
+        be written, -1 for padding; miss [B, K, P] bool, which of them must be fetched. Were
+        `capacity` below the number of selected chunks, those left without a slot get -1.
+    """
+    batch, kv_heads, slots = directory.chunk_of_slot.shape
+    count = ids.shape[-1]
+    if count > slots:
+        raise ValueError(f"a window must hold one step's selection: {count} chunks, {slots} slots")
+    if directory.slot_of_chunk.shape[-1] == 0:
+        return directory, jnp.full_like(ids, -1), jnp.zeros(ids.shape, bool)
+
+    found = _look_up(directory.slot_of_chunk, jnp.maximum(ids, 0))
+    found = jnp.where(ids >= 0, found, -1)
+    hit = found >= 0
+    miss = (ids >= 0) & ~hit
+
+    held = _write(jnp.zeros((batch, kv_heads, slots), bool), found, True)
+    free = ~held & (jnp.arange(slots) < directory.capacity[:, None])
+    worth, victims = lax.top_k(_eviction_order(directory.chunk_of_slot, priority, free), count)
+
+    nth = jnp.maximum(jnp.cumsum(miss, axis=-1) - 1, 0)
+    target = jnp.where(_look_up(worth, nth) > -jnp.inf, _look_up(victims, nth), -1)
+    target = jnp.where(miss, target, -1)
+    evicted = jnp.where(target >= 0, _look_up(directory.chunk_of_slot, jnp.maximum(target, 0)), -1)
+    arriving = jnp.where(target >= 0, ids, -1)
+
+    # One write for both: what leaves was not selected, so the two sets of chunks are disjoint.
+    slot_of_chunk = _write(
+        directory.slot_of_chunk,
+        jnp.concatenate([evicted, arriving], axis=-1),
+        jnp.concatenate([jnp.full_like(target, -1), target], axis=-1),
+    )
+    chunk_of_slot = _write(directory.chunk_of_slot, target, ids)
+    after = replace(directory, slot_of_chunk=slot_of_chunk, chunk_of_slot=chunk_of_slot)
+    return after, jnp.where(hit, found, target), miss
+
+
+def insert_row(directory: Directory, row: jax.Array | int, ids: jax.Array) -> Directory:
+    """Replaces the windows of one session, as at the end of its prefill.
+
+    Args:
+        directory: may be donated.
+        row: int32 scalar, the session's place in the batch.
+        ids: [K, S] int32, the chunk in each slot, -1 for empty; each chunk at most once per head.
+            Slots from the head's capacity on must be empty, and are made so.
+    """
+    kv_heads, slots = directory.chunk_of_slot.shape[1:]
+    if ids.shape != (kv_heads, slots):
+        raise ValueError(f"ids must be [kv_heads, slots] {(kv_heads, slots)}, got {ids.shape}")
+    at = jnp.arange(slots, dtype=jnp.int32)
+    ids = jnp.where(at < directory.capacity[:, None], ids.astype(jnp.int32), -1)
+    absent = jnp.full((1, *directory.slot_of_chunk.shape[1:]), -1, jnp.int32)
+    slot_of_chunk = _write(absent, ids[None], jnp.broadcast_to(at, ids[None].shape))
+    return replace(
+        directory,
+        slot_of_chunk=directory.slot_of_chunk.at[row].set(slot_of_chunk[0]),
+        chunk_of_slot=directory.chunk_of_slot.at[row].set(ids),
+    )
+
+
+def clear_row(directory: Directory, row: jax.Array | int) -> Directory:
+    """Empties the windows of one session that leaves the batch."""
+    return replace(
+        directory,
+        slot_of_chunk=directory.slot_of_chunk.at[row].set(-1),
+        chunk_of_slot=directory.chunk_of_slot.at[row].set(-1),
+    )
+
+
+def _eviction_order(chunk_of_slot: jax.Array, priority: jax.Array, free: jax.Array) -> jax.Array:
+    """[B, K, S] float32: the largest is evicted first, -inf never."""
+    bound = jnp.finfo(jnp.float32).max
+    order = -jnp.clip(priority, -bound, bound)
+    order = jnp.where(order == 0, 0.0, order)  # -0.0 and 0.0 must tie
+    order = jnp.where(chunk_of_slot < 0, jnp.inf, order)
+    return jnp.where(free, order, -jnp.inf)
+
+
+def _look_up(table: jax.Array, at: jax.Array) -> jax.Array:
+    """table[b, k, at[b, k, i]]. Every index must be in range: on CPU that is 5 x cheaper."""
+    return jnp.take_along_axis(table, at, axis=-1, mode="promise_in_bounds")
+
+
+def _write(table: jax.Array, at: jax.Array, values: jax.Array | bool) -> jax.Array:
+    """table[b, k, at[b, k, i]] = values[b, k, i]; negative indices write nothing."""
+    width = table.shape[-1]
+    rows = table.size // width
+    base = jnp.arange(rows, dtype=jnp.int32).reshape(*table.shape[:-1], 1) * width
+    flat = jnp.where(at < 0, table.size, base + at).reshape(-1)
+    values = values.reshape(-1) if isinstance(values, jax.Array) else values
+    return table.reshape(-1).at[flat].set(values, mode="drop").reshape(table.shape)

