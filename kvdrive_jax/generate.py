@@ -121,13 +121,9 @@ class Run:
         from kvdrive_jax.plan import plan_for
 
         tokenizer = Tokenizer.from_pretrained(self.generate.model)
-        lengths = []
-        for prompt in self.good:
-            assert prompt.text is not None
-            lengths.append(len(encode(tokenizer, prompt.text, self.generate)))
-        lengths.sort(reverse=True)
+        lengths = [len(encode(tokenizer, prompt.text, self.generate)) for prompt in self.good]
         config = self.options.config
-        longest = lengths[: config.batch_size]
+        longest = sorted(lengths, reverse=True)[: config.batch_size]
         return plan_for(self.generate.model, config, longest, self.generate.max_new_tokens)
 
     def _engine(self) -> Engine:
@@ -171,20 +167,16 @@ class Run:
     def _answer_one(self, engine: Engine, output: TextIO) -> None:
         """Stream one answer; it ends with a line break if it does not have one."""
         prompt = self.good[0]
-        generation, last, steps = None, "", 0
-        quiet = self.generate.quiet or output.isatty()  # text shows progress enough
-        progress = Progress("decode", self.generate.max_new_tokens, "tokens", quiet=quiet)
+        generation, last = None, ""
         stream = engine.stream(prompt.text, **self._request())
         with contextlib.closing(stream):
-            for steps, event in enumerate(stream, start=1):
+            for event in stream:
                 self.signals.gentle = self.made_text = True
                 self._write(output, event.text)
                 last = event.text or last
                 generation = event.generation
-                progress.update(steps)
                 if self.signals.requested:
                     break
-        progress.finish(f"decode: {steps} steps")
         if last and not last.endswith("\n"):
             self._write(output, "\n")
         if generation is not None and generation.finish_reason == "error":
@@ -198,7 +190,6 @@ class Run:
         accepted: list[Prompt] = []
         encoded: list[list[int]] = []
         for prompt in self.good:
-            assert prompt.text is not None
             try:  # a line that is refused does not stop the others; nothing runs before iteration
                 ids = engine.encode(prompt.text, chat=chat, system=system)
                 engine.stream_ids([ids], **request)
@@ -221,7 +212,7 @@ class Run:
                         del begun[event.session]
                         self._write_generation(output, accepted[event.session], event.generation)
                         done += 1
-                        progress.update(done)
+                        progress.finish(f"answered {done} of {len(accepted)} prompts")
                     self.made_text, self.signals.gentle = True, bool(begun)
                     if self.signals.requested:
                         break

@@ -361,8 +361,11 @@ def _plan_sessions(
     rows = range(shape.batch)
     whole = [plan(row, None) for row in rows]
     buffers = staging + max(session.staging_bytes(WORKERS) for session in whole)
-    if buffers + sum(session.dram_bytes for session in whole) <= budgets.dram:
+    if not ssd or buffers + sum(session.dram_bytes for session in whole) <= budgets.dram:
         return whole
+    # Sessions that are partly on SSD need read buffers too.
+    part = [plan(row, session.dram_bytes - 1) for row, session in enumerate(whole) if session.rows]
+    buffers = staging + max((session.staging_bytes(WORKERS) for session in part), default=0)
     if budgets.dram < buffers:
         raise BudgetError(
             f"the DRAM budget of {budgets.dram:,} bytes cannot hold the staging buffers of "

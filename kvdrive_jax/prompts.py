@@ -14,13 +14,13 @@ from kvdrive_jax.cli_options import GenerateConfig
 class Prompt:
     """One prompt, or why there is none.
 
-    index: its place among the prompts, from 0; line: of the input file, from 1; exactly one of
-    text and error is set.
+    index: its place among the prompts, from 0; line: of the input file, from 1; text is empty
+    where error says why.
     """
 
     index: int
     line: int
-    text: str | None = None
+    text: str = ""
     error: str | None = None
 
 

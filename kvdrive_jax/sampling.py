@@ -1,8 +1,9 @@
 """The next token from logits, on the device.
 
-Each session draws from a stream of its own, a function of the seed, the session's number and its step, so neither its
-neighbours in a batch nor its place in it change what it draws. Noise is added to the logits and the largest taken
-(Gumbel), so that with one seed a change of top-k or top-p changes a draw only where it forbids it.
+Each session draws from a stream of its own, a function of the seed, the session's number and its
+step, so neither its neighbours in a batch nor its place in it change what it draws. Noise is added
+to the logits and the largest taken (Gumbel), so that with one seed a change of top-k or top-p
+changes a draw only where it forbids it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class SamplingValues:
     """What of a configuration is data: a change of these compiles nothing.
 
     Attributes:
-      temperature, top_p: float32 scalars.
-      seed: uint32 scalar.
+        temperature, top_p: float32 scalars.
+        seed: uint32 scalar.
     """
 
-    temperature: jax.Array | np.ndarray
-    top_p: jax.Array | np.ndarray
-    seed: jax.Array | np.ndarray
+    temperature: jax.Array | np.float32
+    top_p: jax.Array | np.float32
+    seed: jax.Array | np.uint32
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,14 @@ class SamplingConfig:
     """How tokens are chosen.
 
     Attributes:
-      temperature: 0 takes the likeliest token; otherwise logits are divided by it.
-      top_k: only the k likeliest tokens; 0 means all.
-      top_p: only the likeliest tokens whose probability adds up to at least this (after top_k); 1 means all.
-      seed: of the random streams, 0 to 2**32 - 1.
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it.
+        top_k: only the k likeliest tokens; 0 means all.
+        top_p: only the likeliest tokens whose probability adds up to at least this (after top_k); 1
+            means all.
+        seed: of the random streams, 0 to 2**32 - 1.
 
     Raises:
-      ValueError: a value out of its range.
+        ValueError: a value out of its range.
     """
 
     temperature: float = 0.0
@@ -65,11 +67,18 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         t = self.temperature
         if not _is_real(t) or not math.isfinite(t) or (t != 0 and t < _LEAST_TEMPERATURE):
-            raise ValueError(f"temperature: expected 0 (greedy) or a finite number of at least {_LEAST_TEMPERATURE}, got {t!r}")
+            raise ValueError(
+                f"temperature: expected 0 (greedy) or a finite number of at least "
+                f"{_LEAST_TEMPERATURE}, got {t!r}"
+            )
         if not _is_integer(self.top_k) or not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k: expected 0 (all tokens) or a positive integer, got {self.top_k!r}")
+            raise ValueError(
+                f"top_k: expected 0 (all tokens) or a positive integer, got {self.top_k!r}"
+            )
         if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: expected a number above 0 and up to 1 (all tokens), got {self.top_p!r}")
+            raise ValueError(
+                f"top_p: expected a number above 0 and up to 1 (all tokens), got {self.top_p!r}"
+            )
         if not _is_integer(self.seed) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: expected an integer from 0 to {2**32 - 1}, got {self.seed!r}")
 
@@ -83,25 +92,36 @@ class SamplingConfig:
     @property
     def values(self) -> SamplingValues:
         """The data half, for a compiled step."""
-        return SamplingValues(np.float32(self.temperature), np.float32(self.top_p), np.uint32(self.seed))  # type: ignore[arg-type]
+        return SamplingValues(
+            np.float32(self.temperature), np.float32(self.top_p), np.uint32(self.seed)
+        )
 
 
-def sample(logits: jax.Array, sessions: jax.Array, steps: jax.Array, config: SamplingConfig) -> jax.Array:
+def sample(
+    logits: jax.Array, sessions: jax.Array, steps: jax.Array, config: SamplingConfig
+) -> jax.Array:
     """Chooses one token per row.
 
     Args:
-      logits: float32 [B, V].
-      sessions: int32 [B], a number of each session that it keeps for life.
-      steps: int32 [B], tokens that the session drew before.
+        logits: float32 [B, V].
+        sessions: int32 [B], a number of each session that it keeps for life.
+        steps: int32 [B], tokens that the session drew before.
 
     Returns:
-      int32 [B]. Equal logits go to the lowest id.
+        int32 [B]. Equal logits go to the lowest id.
     """
-    return choose(logits, sessions, steps, config.values, config.rule)
+    chosen: jax.Array = choose(logits, sessions, steps, config.values, config.rule)
+    return chosen
 
 
 @functools.partial(jax.jit, static_argnames="rule")
-def choose(logits: jax.Array, sessions: jax.Array, steps: jax.Array, values: SamplingValues, rule: SamplingRule) -> jax.Array:
+def choose(
+    logits: jax.Array,
+    sessions: jax.Array,
+    steps: jax.Array,
+    values: SamplingValues,
+    rule: SamplingRule,
+) -> jax.Array:
     """`sample` with the configuration in its two halves, for use inside a compiled step."""
     if rule.greedy:
         return _first_largest(logits)
@@ -119,18 +139,19 @@ def choose(logits: jax.Array, sessions: jax.Array, steps: jax.Array, values: Sam
     return best if ids is None else jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0]
 
 
-def nucleus(probabilities: jax.Array, top_p: jax.Array | float) -> jax.Array:
-    """Marks the fewest tokens, likeliest first and of equals the lowest id first, that add up to at least ``top_p``.
+def nucleus(probabilities: jax.Array, top_p: jax.Array | np.float32 | float) -> jax.Array:
+    """Marks the fewest tokens, likeliest first and of equals the lowest id first, that add up to at
+    least ``top_p``.
 
-    No sort: the bit patterns of non-negative floats are in the order of their values, so the least probability that
-    gets in is found by halving, one pass over the row for each of 31 bits.
+    No sort: the bit patterns of non-negative floats are in the order of their values, so the least
+    probability that gets in is found by halving, one pass over the row for each of 31 bits.
 
     Args:
-      probabilities: float32 [B, V], rows add up to one.
-      top_p: scalar in (0, 1].
+        probabilities: float32 [B, V], rows add up to one.
+        top_p: scalar in (0, 1].
 
     Returns:
-      bool [B, V], at least one per row.
+        bool [B, V], at least one per row.
     """
     bits = lax.bitcast_convert_type(probabilities, jnp.int32)
 
@@ -156,13 +177,18 @@ def all_finite(logits: jax.Array) -> jax.Array:
 
 
 def _first_largest(x: jax.Array) -> jax.Array:
-    """Argmax over the last axis of [B, V], the lowest id of equals: int32 [B]. Two plain reductions: XLA's argmax on CPU is slower."""
+    """Argmax over the last axis of [B, V], the lowest id of equals: int32 [B].
+
+    Two plain reductions: XLA's argmax on CPU is slower.
+    """
     ids = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     last = x.shape[-1] - 1  # also the answer for a row with NaN, which equals nothing
     return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), ids, last), axis=-1)
 
 
-def _gumbel(seed: jax.Array | np.ndarray, sessions: jax.Array, steps: jax.Array, vocab: int) -> jax.Array:
+def _gumbel(
+    seed: jax.Array | np.uint32, sessions: jax.Array, steps: jax.Array, vocab: int
+) -> jax.Array:
     """Noise [B, V], each row from the key of its own session and step."""
     root = jax.random.key(seed, impl="threefry2x32")
 

@@ -8,7 +8,9 @@ from typing import Protocol
 
 
 class Pieces(Protocol):
-    """What a stream needs of a tokenizer: the bytes of each token, and whether the first space of a text is dropped."""
+    """What a stream needs of a tokenizer: the bytes of each token, and whether the first space of a
+    text is dropped.
+    """
 
     @property
     def drops_first_space(self) -> bool: ...
@@ -20,10 +22,13 @@ def check_stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
     """Returns the stop strings as a tuple.
 
     Raises:
-      ValueError: one is empty (it would stop before the first token), or one string was given in place of several.
+        ValueError: one is empty (it would stop before the first token), or one string was given in
+            place of several.
     """
     if isinstance(stop, str):
-        raise ValueError(f"stop: expected a sequence of strings, got the single string {stop!r}; write [{stop!r}]")
+        raise ValueError(
+            f"stop: expected a sequence of strings, got the string {stop!r}; write [{stop!r}]"
+        )
     for i, text in enumerate(stop):
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop: expected non-empty strings, got {text!r} at position {i}")
@@ -33,8 +38,9 @@ def check_stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
 def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
     """Finds where the first stop string begins, or None.
 
-    First is the one that is complete first when the text is read character by character (so that the answer does not
-    depend on how the text was cut into tokens); of those that end at the same character, the longest.
+    First is the one that is complete first when the text is read character by character (so that
+    the answer does not depend on how the text was cut into tokens); of those that end at the same
+    character, the longest.
     """
     found = [(begin + len(s), begin, s) for s in stop if (begin := text.find(s)) >= 0]
     if not found:
@@ -46,18 +52,18 @@ def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
 class TextStream:
     """The text of one sequence of tokens, token by token.
 
-    What `feed` and `finish` return, put together, is ``tokenizer.decode(ids)`` up to the first stop string. A token
-    costs its own text and what is held back, not the text so far.
+    What `feed` and `finish` return, put together, is ``tokenizer.decode(ids)`` up to the first stop
+    string. A token costs its own text and what is held back, not the text so far.
 
     Attributes:
-      stop_string: the stop string that was met, or None. Nothing more comes after it.
+        stop_string: the stop string that was met, or None. Nothing more comes after it.
     """
 
     def __init__(self, tokenizer: Pieces, stop: Sequence[str] = ()) -> None:
         """Starts an empty stream.
 
         Raises:
-          ValueError: see `check_stop_strings`.
+            ValueError: see `check_stop_strings`.
         """
         self._tokenizer = tokenizer
         self._stop = check_stop_strings(stop)
@@ -73,13 +79,16 @@ class TextStream:
         return self.stop_string is not None
 
     def feed(self, token_id: int) -> str:
-        """Adds one token and returns the text that is now certain; empty once a stop string was met.
+        """Adds one token and returns the text that is now certain; empty once a stop string was
+        met.
 
         Raises:
-          RuntimeError: the stream was finished.
+            RuntimeError: the stream was finished.
         """
         if self._finished:
-            raise RuntimeError("TextStream.feed after finish: start a new stream for another sequence")
+            raise RuntimeError(
+                "TextStream.feed after finish: start a new stream for another sequence"
+            )
         if self.stopped:
             return ""
         piece = self._tokenizer.piece(token_id)
@@ -89,7 +98,9 @@ class TextStream:
         return self._release(self._utf8.decode(piece), self._stop)
 
     def finish(self) -> str:
-        """Ends the sequence and returns what was held back, U+FFFD for a character that never got its last bytes."""
+        """Ends the sequence and returns what was held back, U+FFFD for a character that never got
+        its last bytes.
+        """
         if self._finished or self.stopped:
             self._finished = True
             return ""

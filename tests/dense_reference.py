@@ -45,12 +45,7 @@ def dense_logits(
     )
     hidden = _embed(model.static, model.ends, tokens)
     for leaves in model.layers:
-        q, k, v = _inputs(model.static, leaves, hidden, positions, jnp.asarray(inv_freq), factor)
-        blocks = [
-            _attend(q[..., start : start + QUERY_BLOCK, :, :], k, v, start)
-            for start in range(0, q.shape[-3], QUERY_BLOCK)
-        ]
-        hidden = _after(model.static, leaves, hidden, jnp.concatenate(blocks, axis=-3))
+        hidden = _layer(model.static, leaves, hidden, positions, jnp.asarray(inv_freq), factor)
     return _logits(model.static, model.ends, hidden if last is None else hidden[..., -last:, :])
 
 
@@ -60,20 +55,34 @@ def _embed(static: ModelDef, ends: Leaves, tokens: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _inputs(
+def _layer(
     static: ModelDef,
     leaves: Leaves,
     hidden: jax.Array,
     positions: jax.Array,
     inv_freq: jax.Array,
     factor: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return static.merge_layer(leaves).attention_inputs(hidden, positions, inv_freq, factor)
+) -> jax.Array:
+    layer = static.merge_layer(leaves)
+    q, k, v = layer.attention_inputs(hidden, positions, inv_freq, factor)
+    length = q.shape[-3]
+    if length <= QUERY_BLOCK:
+        return layer.after_attention(hidden, causal_attention(q, k, v))
+    blocks = -(-length // QUERY_BLOCK)
+    pad = [(0, 0)] * (q.ndim - 3) + [(0, blocks * QUERY_BLOCK - length), (0, 0), (0, 0)]
+    padded = jnp.pad(q, pad).reshape(*q.shape[:-3], blocks, QUERY_BLOCK, *q.shape[-2:])
+    done = jax.lax.map(
+        lambda block: causal_attention(block[0], k, v, block[1] * QUERY_BLOCK),
+        (jnp.moveaxis(padded, -4, 0), jnp.arange(blocks)),
+    )
+    attended = jnp.moveaxis(done, 0, -4).reshape(*q.shape[:-3], -1, *q.shape[-2:])
+    return layer.after_attention(hidden, attended[..., :length, :, :])
 
 
-@jax.jit
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, start: int) -> jax.Array:
-    """q [..., t, H, D] against all of k, v [..., T, K, D]; query i sees keys up to start + i."""
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array | int = 0
+) -> jax.Array:
+    """q [..., t, H, D] against k, v [..., T, K, D] in float32; query i sees keys to start + i."""
     group = q.shape[-2] // k.shape[-2]
     grouped = q.reshape(*q.shape[:-2], k.shape[-2], group, q.shape[-1]).astype(jnp.float32)
     scores = jnp.einsum("...tkgd,...skd->...kgts", grouped, k.astype(jnp.float32))
@@ -83,11 +92,6 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, start: int) -> jax.Array:
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     out = jnp.einsum("...kgts,...skd->...tkgd", weights, v.astype(jnp.float32))
     return out.reshape(q.shape).astype(q.dtype)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _after(static: ModelDef, leaves: Leaves, hidden: jax.Array, attended: jax.Array) -> jax.Array:
-    return static.merge_layer(leaves).after_attention(hidden, attended)
 
 
 @functools.partial(jax.jit, static_argnums=0)

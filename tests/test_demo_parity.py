@@ -19,35 +19,40 @@ torch = pytest.importorskip("torch", reason="parity extra not installed")
 
 POSITIONS = 500
 TEXT = """
-The harbour at Lindholm froze in the second week of December, three weeks early, and the ferry from the mainland stopped.
-For the first days nobody minded. There was flour enough for 40 loaves a day, the school kept its hours, and the doctor,
-who had meant to leave on the 9th, unpacked his two bags again in the room above the post office.
+The harbour at Lindholm froze in the second week of December, three weeks early, and the ferry
+from the mainland stopped. For the first days nobody minded. There was flour enough for 40 loaves
+a day, the school kept its hours, and the doctor, who had meant to leave on the 9th, unpacked his
+two bags again in the room above the post office.
 
 "How thick is it?" asked Marta, who was eleven and wanted to know the numbers of things.
-"Eighteen centimetres at the pier," said the postmaster. "At 25 they let a sledge on it. At 40, a lorry."
+"Eighteen centimetres at the pier," said the postmaster. "At 25 they let a sledge on it."
 "And a horse?"
 "A horse is between the two, but a horse has opinions."
 
-By the 20th the ice bore a man's weight as far as the lighthouse, and two brothers walked there with a rope between them to
-see whether the keeper needed anything. He needed paraffin, coffee, and the newspaper of any day whatever. They came back
-after dark, following the beam until it was behind them and then their own footprints. One of them said later that the ice
-had spoken the whole way: not cracks, but long low notes, like somebody moving furniture in a house across the street.
+By the 20th the ice bore a man's weight as far as the lighthouse, and two brothers walked there
+with a rope between them to see whether the keeper needed anything. He needed paraffin, coffee,
+and the newspaper of any day whatever. They came back after dark, following the beam until it was
+behind them and then their own footprints. One of them said later that the ice had spoken the
+whole way: not cracks, but long low notes, like somebody moving furniture in a house across the
+street.
 
-Engineers explain the sound so: a sheet of ice is a plate, and waves in a plate travel faster the shorter they are. A crack a
-kilometre away sends out all lengths at once; the short ones arrive first, then longer and longer ones, so that the ear hears a
-pitch that falls, from perhaps 2,000 Hz to 200 Hz in a tenth of a second. The same law, f = c / L with c itself depending on L,
-governs the ringing of a struck beam. The brothers had not read any of this. They knew that the notes were lower where the ice
-was thicker, and they walked where the notes were low.
+Engineers explain the sound so: a sheet of ice is a plate, and waves in a plate travel faster the
+shorter they are. A crack a kilometre away sends out all lengths at once; the short ones arrive
+first, then longer and longer ones, so that the ear hears a pitch that falls, from perhaps 2,000
+Hz to 200 Hz in a tenth of a second. The same law, f = c / L with c itself depending on L, governs
+the ringing of a struck beam. The brothers had not read any of this. They knew that the notes were
+lower where the ice was thicker, and they walked where the notes were low.
 
-On the last day of the year the postmaster opened the sack that had been waiting since the ferry stopped. It held 212 letters,
-31 parcels and one wooden box with holes in its lid, addressed to the school. Inside, in straw, was a barometer. Marta was
-allowed to hang it by the window. It fell all afternoon; by evening the wind had gone round to the south-west, and in the night
-the whole harbour began to speak at once.
+On the last day of the year the postmaster opened the sack that had been waiting since the ferry
+stopped. It held 212 letters, 31 parcels and one wooden box with holes in its lid, addressed to
+the school. Inside, in straw, was a barometer. Marta was allowed to hang it by the window. It fell
+all afternoon; by evening the wind had gone round to the south-west, and in the night the whole
+harbour began to speak at once.
 """.strip()
 
 
 def transformers_logits(tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """transformers' own reading of the file, row order of Q and K included, run by torch: [T, V]."""
+    """transformers' own reading of the file, row order of Q and K included, in torch: [T, V]."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.initialization import no_init_weights
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -107,7 +112,7 @@ def test_same_top_1_at_500_positions_and_close_logits() -> None:
 
     np.testing.assert_array_equal(ours.argmax(-1), theirs.argmax(-1))
     assert np.abs(ours - theirs).max() < 1e-3
-    # The text is understood, not merely read the same way twice: a mistake that both readings share would show here
-    # as a perplexity in the thousands.
+    # The text is understood, not merely read the same way twice: a mistake that both readings share
+    # would show here as a perplexity in the thousands.
     chosen = jax.nn.log_softmax(ours[:-1])[np.arange(POSITIONS - 1), tokens[1:]]
     assert float(jnp.exp(-chosen.mean())) < 100

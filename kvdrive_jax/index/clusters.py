@@ -285,9 +285,7 @@ def cluster_logits(vectors: jax.Array, queries: jax.Array) -> jax.Array:
         )
         logits = logits.reshape(batch, kv_heads, parts, -1, logits.shape[-1]).sum(axis=2)
     else:
-        # Vectors first: as a tall matrix times a narrow one it is up to twice as fast on CPU.
-        logits = jnp.einsum("bkxd,bkgd->bkxg", vectors, grouped, precision=lax.Precision.HIGHEST)
-        logits = logits.swapaxes(-1, -2)
+        logits = jnp.einsum("bkgd,bkxd->bkgx", grouped, vectors, precision=lax.Precision.HIGHEST)
     return logits * dim**-0.5
 
 

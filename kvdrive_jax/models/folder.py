@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from kvdrive_jax.models.assembly import aligned_empty
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -23,7 +25,6 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 SAMPLES, SAMPLE_BYTES = 64, 4096
-ALIGNMENT = 64  # of memory that JAX's CPU device uses without a copy
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,8 @@ def _read(shard: Shard, tensor: str) -> npt.NDArray[Any]:
             f"tensor {tensor} in {shard.path.name}: expected {nbytes} bytes for "
             f"{entry['dtype']} {shape}, got {end - begin}"
         )
-    padded = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -padded.ctypes.data % ALIGNMENT
-    buffer = padded[start : start + nbytes]
+    array = aligned_empty(shape, dtype)
+    buffer = array.reshape(-1).view(np.uint8)
     with shard.path.open("rb", buffering=0) as file:
         file.seek(shard.header_bytes + begin)
         filled = 0
@@ -183,7 +183,7 @@ def _read(shard: Shard, tensor: str) -> npt.NDArray[Any]:
             if not got:
                 raise ValueError(f"tensor {tensor} in {shard.path.name}: the file ends within it")
             filled += got
-    return buffer.view(dtype).reshape(shape)
+    return array
 
 
 def _offset(shard: Shard, tensor: str) -> int:

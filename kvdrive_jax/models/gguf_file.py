@@ -1,8 +1,8 @@
 """The GGUF container: metadata and tensors of one file, read lazily.
 
-The header is parsed here and not by ``gguf.GGUFReader`` because a vocabulary of 150,000 entries takes that reader
-seconds (one array object per entry) and because a damaged length field makes it loop past the end of the file. The
-block formats themselves are the ``gguf`` package's.
+The header is parsed here and not by ``gguf.GGUFReader`` because a vocabulary of 150,000 entries
+takes that reader seconds (one array object per entry) and because a damaged length field makes it
+loop past the end of the file. The block formats themselves are the ``gguf`` package's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,19 @@ from gguf.quants import dequantize
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _DEFAULT_ALIGNMENT: Final = 32
-_SCALARS: Final = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1", 10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALARS: Final = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "u1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _DIGEST_SAMPLE_BYTES: Final = 4096
 
@@ -49,10 +61,10 @@ class TensorInfo:
     """Where one tensor lies and how it is stored.
 
     Attributes:
-      shape: NumPy order, so ``[out, in]`` for a matrix (the file stores the reverse).
-      quantization: name of the block format, ``"Q4_1"``.
-      offset: bytes from the start of the file.
-      nbytes: stored bytes.
+        shape: NumPy order, so ``[out, in]`` for a matrix (the file stores the reverse).
+        quantization: name of the block format, ``"Q4_1"``.
+        offset: bytes from the start of the file.
+        nbytes: stored bytes.
     """
 
     name: str
@@ -66,7 +78,8 @@ class TensorInfo:
 class GGUFFile:
     """An open GGUF file: ``metadata`` by key, ``tensors`` by name, ``read(name)`` for the values.
 
-    Strings of the metadata are ``str`` (``tokenizer.ggml.tokens`` included), arrays of numbers NumPy arrays.
+    Strings of the metadata are ``str`` (``tokenizer.ggml.tokens`` included), arrays of numbers
+    NumPy arrays.
     """
 
     path: str
@@ -79,19 +92,20 @@ class GGUFFile:
         """Returns one tensor dequantised to float32; only this tensor's bytes are touched.
 
         Raises:
-          KeyError: there is no such tensor.
+            KeyError: there is no such tensor.
         """
         info = self.tensors[name]
         kind = GGMLQuantizationType[info.quantization]
         raw = np.frombuffer(self._bytes, np.uint8, info.nbytes, info.offset)
         rows = raw.reshape(*info.shape[:-1], -1)  # bytes of one row, as the block formats expect
-        return np.asarray(dequantize(rows, kind), np.float32).reshape(info.shape)
+        # A copy also where nothing is dequantised: what outlives the file must not depend on it.
+        return np.array(dequantize(rows, kind), np.float32).reshape(info.shape)
 
     def digest(self) -> str:
         """Names the content: hash of the header, the file size and both ends of every tensor.
 
-        Whole tensors are not hashed, so that a file of many gigabytes costs milliseconds; weights that differ
-        between two files differ at their ends as well, short of a deliberate forgery.
+        Whole tensors are not hashed, so that a file of many gigabytes costs milliseconds; weights
+        that differ between two files differ at their ends as well, short of a deliberate forgery.
         """
         found = hashlib.blake2b(digest_size=16)
         found.update(self._bytes[: self.header_bytes])
@@ -110,7 +124,10 @@ class _Cursor:
         self.path, self.data, self.at = path, data, 0
 
     def damaged(self, what: str) -> ValueError:
-        return ValueError(f"path: {self.path} is a damaged or truncated GGUF file: {what} (at byte {self.at} of {len(self.data)})")
+        return ValueError(
+            f"path: {self.path} is a damaged or truncated GGUF file: {what} "
+            f"(at byte {self.at} of {len(self.data)})"
+        )
 
     def take(self, nbytes: int) -> int:
         """Moves past ``nbytes`` and returns where they begin."""
@@ -153,19 +170,24 @@ class _Cursor:
             return found.astype(np.bool_) if kind == _BOOL else found
         if kind != _STRING:
             raise self.damaged(f"an array of value type {kind}")
-        return [self.string() for _ in range(count)]  # ends at the file's end whatever ``count`` says
+        return [
+            self.string() for _ in range(count)
+        ]  # ends at the file's end whatever ``count`` says
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """Opens a file, reads its header and checks that every tensor lies inside it.
 
     Raises:
-      ValueError: there is no such file.
-      ValueError: not a GGUF file, damaged, truncated, or a block format outside `SUPPORTED_QUANTIZATIONS`.
+        ValueError: there is no such file.
+        ValueError: not a GGUF file, damaged, truncated, or a block format outside
+            `SUPPORTED_QUANTIZATIONS`.
     """
     path = os.fspath(path)
     if not os.path.isfile(path):
-        raise ValueError(f"path: expected a GGUF file, got {path}, which does not exist or is no file")
+        raise ValueError(
+            f"path: expected a GGUF file, got {path}, which does not exist or is no file"
+        )
     with open(path, "rb") as file:
         start = file.read(len(_MAGIC))
         if start != _MAGIC:
@@ -175,7 +197,9 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     cursor.take(len(_MAGIC))
     version = cursor.u32()
     if version not in _VERSIONS:
-        raise ValueError(f"path: expected GGUF version 2 or 3, little-endian, got version {version} in {path}")
+        raise ValueError(
+            f"path: expected GGUF version 2 or 3, little-endian, got version {version} in {path}"
+        )
     n_tensors, n_keys = cursor.u64(), cursor.u64()
     metadata: dict[str, Any] = {}
     for _ in range(n_keys):
@@ -205,7 +229,9 @@ def _tensor_header(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, dims[::-1], kind, cursor.u64()
 
 
-def _tensor_info(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
+def _tensor_info(
+    cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, offset: int
+) -> TensorInfo:
     try:
         quantization = GGMLQuantizationType(kind)
     except ValueError:
@@ -213,14 +239,19 @@ def _tensor_info(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, 
     if quantization is None or quantization.name not in SUPPORTED_QUANTIZATIONS:
         found = f"type {kind}" if quantization is None else quantization.name
         raise ValueError(
-            f"path: tensor {name} of {cursor.path} is stored as {found}; supported: {', '.join(SUPPORTED_QUANTIZATIONS)}"
+            f"path: tensor {name} of {cursor.path} is stored as {found}; "
+            f"supported: {', '.join(SUPPORTED_QUANTIZATIONS)}"
         )
     per_block, block_bytes = GGML_QUANT_SIZES[quantization]
     if not shape or shape[-1] % per_block:
-        raise cursor.damaged(f"tensor {name} of shape {list(shape)} does not divide into {quantization.name} blocks of {per_block}")
+        raise cursor.damaged(
+            f"tensor {name} of shape {list(shape)} does not divide into {quantization.name} blocks "
+            f"of {per_block}"
+        )
     nbytes = math.prod(shape) // per_block * block_bytes
     if offset + nbytes > len(cursor.data):
         raise ValueError(
-            f"path: {cursor.path} is truncated: tensor {name} ends at byte {offset + nbytes}, the file has {len(cursor.data)}"
+            f"path: {cursor.path} is truncated: tensor {name} ends at byte {offset + nbytes}, "
+            f"the file has {len(cursor.data)}"
         )
     return TensorInfo(name, shape, quantization.name, offset, nbytes)

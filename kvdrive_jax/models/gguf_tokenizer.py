@@ -1,8 +1,9 @@
 """The tokenizer inside a GGUF file, rebuilt with the ``tokenizers`` package.
 
-Two kinds are known: byte-level BPE (``tokenizer.ggml.model`` "gpt2": GPT-2, Llama-3, Qwen, SmolLM) and the
-SentencePiece BPE of Llama-2 and Phi-3 ("llama"), whose merges are not in the file and follow from the scores.
-The text is cut as llama.cpp cuts it; Qwen2 also gets the NFC normalisation that it was trained with.
+Two kinds are known: byte-level BPE (``tokenizer.ggml.model`` "gpt2": GPT-2, Llama-3, Qwen, SmolLM)
+and the SentencePiece BPE of Llama-2 and Phi-3 ("llama"), whose merges are not in the file and
+follow from the scores. The text is cut as llama.cpp cuts it; Qwen2 also gets the NFC normalisation
+that it was trained with.
 """
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -22,11 +32,13 @@ _SPACE_MARK: Final = "\u2581"  # SentencePiece writes a space as this
 
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# How the text is cut before the merges, by tokenizer.ggml.pre: each expression cuts what the one before left.
+# How the text is cut before the merges, by tokenizer.ggml.pre: each expression cuts what the one
+# before left.
 _PRE_TOKENIZERS: Final[dict[str, tuple[str, ...]]] = {
     "smollm": (r"\p{N}", _GPT2),
     "gpt-2": (_GPT2,),
@@ -37,18 +49,23 @@ _PRE_TOKENIZERS: Final[dict[str, tuple[str, ...]]] = {
     "deepseek-r1-qwen": (_QWEN2,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
-_WHOLE_WORDS_FIRST: Final = frozenset({"llama-bpe", "llama3", "llama-v3"})  # a word in the vocabulary is not merged up to
+_WHOLE_WORDS_FIRST: Final = frozenset(
+    {"llama-bpe", "llama3", "llama-v3"}
+)  # a word in the vocabulary is not merged up to
 _COMPOSED: Final = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 # A turn may end with another token than the file's eos; chat models name it one of these.
-_END_OF_TURN: Final = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"})
+_END_OF_TURN: Final = frozenset(
+    {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
+)
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Builds the tokenizer that the metadata of a GGUF file describes, chat template included.
 
     Raises:
-      ValueError: no vocabulary in the metadata, a kind or a ``pre`` that is not supported, or a damaged vocabulary.
+        ValueError: no vocabulary in the metadata, a kind or a ``pre`` that is not supported, or a
+            damaged vocabulary.
     """
     from kvdrive_jax.models.tokenizer import quiet_transformers
 
@@ -58,10 +75,15 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     tokens: list[str] = list(metadata.get("tokenizer.ggml.tokens", ()))
     vocab = {token: i for i, token in enumerate(tokens)}
     if not tokens or len(vocab) != len(tokens):
-        raise ValueError(f"tokenizer.ggml.tokens: expected distinct tokens, got {len(tokens)} of which {len(vocab)} differ")
+        raise ValueError(
+            f"tokenizer.ggml.tokens: expected distinct tokens, got {len(tokens)} "
+            f"of which {len(vocab)} differ"
+        )
     types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
     if len(types) != len(tokens):
-        raise ValueError(f"tokenizer.ggml.token_type: expected {len(tokens)} entries, got {len(types)}")
+        raise ValueError(
+            f"tokenizer.ggml.token_type: expected {len(tokens)} entries, got {len(types)}"
+        )
 
     def named(key: str, default: int | None = None) -> str | None:
         i = metadata.get(f"tokenizer.ggml.{key}_token_id", default)
@@ -82,7 +104,9 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([t for t in added if t.special])
     backend.add_tokens([t for t in added if not t.special])
     if bos is not None and _adds_bos(metadata, kind):
-        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, vocab[bos])])
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, vocab[bos])]
+        )
     return quiet_transformers().PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=bos,
@@ -95,7 +119,9 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Returns every token that ends a turn: eos, end of turn and end of message, and what chat models call these."""
+    """Returns every token that ends a turn: eos, end of turn and end of message, and what chat
+    models call these.
+    """
     found = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
     types = metadata.get("tokenizer.ggml.token_type", ())
     tokens = metadata.get("tokenizer.ggml.tokens", ())
@@ -111,41 +137,66 @@ def _adds_bos(metadata: Mapping[str, Any], kind: str) -> bool:
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _PRE_TOKENIZERS:
-        raise ValueError(f"tokenizer.ggml.pre: expected one of {', '.join(_PRE_TOKENIZERS)}, got {pre!r}")
+        raise ValueError(
+            f"tokenizer.ggml.pre: expected one of {', '.join(_PRE_TOKENIZERS)}, got {pre!r}"
+        )
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
     if not merges or any(len(pair) != 2 for pair in merges):
-        raise ValueError("tokenizer.ggml.merges: expected pairs divided by a space, got none or an entry without a space")
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+        raise ValueError(
+            "tokenizer.ggml.merges: expected pairs divided by a space, got none or an entry "
+            "without a space"
+        )
+    backend = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
+    )
     if pre in _COMPOSED:
         backend.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PRE_TOKENIZERS[pre]]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _sentencepiece(metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], unk: str | None) -> Tokenizer:
+def _sentencepiece(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], unk: str | None
+) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
     if not merges:
         merges = _merges_from_scores(vocab, types, metadata.get("tokenizer.ggml.scores", ()))
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=_BYTE in types))
+    backend = Tokenizer(
+        models.BPE(
+            vocab=vocab, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=_BYTE in types
+        )
+    )
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     mark_spaces = normalizers.Replace(" ", _SPACE_MARK)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), mark_spaces] if prefix else [mark_spaces])
-    steps: list[Any] = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(_SPACE_MARK), mark_spaces] if prefix else [mark_spaces]
+    )
+    steps: list[Any] = [
+        decoders.Replace(_SPACE_MARK, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend
 
 
-def _merges_from_scores(vocab: dict[str, int], types: list[int], scores: Any) -> list[tuple[str, str]]:
-    """Every way to join two pieces into a third, the best-scored result first, as SentencePiece would join them."""
+def _merges_from_scores(
+    vocab: dict[str, int], types: list[int], scores: Any
+) -> list[tuple[str, str]]:
+    """Every way to join two pieces into a third, the best-scored result first, as SentencePiece
+    would join them.
+    """
     if len(scores) != len(vocab):
         raise ValueError(f"tokenizer.ggml.scores: expected {len(vocab)} entries, got {len(scores)}")
     pieces = {piece for piece, i in vocab.items() if types[i] == _NORMAL}
-    found: list[tuple[float, int, int, tuple[str, str]]] = []
-    for piece in pieces:
-        i = vocab[piece]
-        for cut in range(1, len(piece)):
-            if piece[:cut] in pieces and piece[cut:] in pieces:
-                found.append((-float(scores[i]), i, cut, (piece[:cut], piece[cut:])))
-    return [pair for *_, pair in sorted(found)]
+    ranked = sorted(
+        (-float(scores[vocab[piece]]), vocab[piece], cut, (piece[:cut], piece[cut:]))
+        for piece in pieces
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    )
+    return [pair for *_, pair in ranked]

@@ -1,4 +1,6 @@
-"""Text to token ids and back, for Hugging Face folders and GGUF files, without torch and without a network."""
+"""Text to token ids and back, for Hugging Face folders and GGUF files, without torch and without a
+network.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,16 @@ def quiet_transformers() -> ModuleType:
 class Tokenizer:
     """The tokenizer of one model.
 
-    Decoding is per token: every token stands for some bytes whatever its neighbours, and the text is those bytes read
-    as UTF-8, broken sequences replaced. So a stream of tokens can be read as it comes (`kvdrive_jax.text.TextStream`)
-    and gives the same text as `decode` of all of it.
+    Decoding is per token: every token stands for some bytes whatever its neighbours, and the text
+    is those bytes read as UTF-8, broken sequences replaced. So a stream of tokens can be read as it
+    comes (`kvdrive_jax.text.TextStream`) and gives the same text as `decode` of all of it.
 
     Attributes:
-      has_template: the model comes with a chat template, so `encode_chat` works.
-      eos_token_ids: every id that ends a turn.
-      vocab_size: one more than the highest id this tokenizer knows.
-      drops_first_space: the text of a sequence loses one leading space (SentencePiece puts one there).
+        has_template: the model comes with a chat template, so `encode_chat` works.
+        eos_token_ids: every id that ends a turn.
+        vocab_size: one more than the highest id this tokenizer knows.
+        drops_first_space: the text of a sequence loses one leading space (SentencePiece puts one
+            there).
     """
 
     def __init__(self, inner: PreTrainedTokenizerBase, eos_token_ids: Iterable[int] = ()) -> None:
@@ -71,28 +74,32 @@ class Tokenizer:
         """Loads ``"demo"``, a ``.gguf`` file, or a Hugging Face folder.
 
         Raises:
-          FileNotFoundError: there is no such file or folder.
-          ValueError: no tokenizer that can be read there.
+            ValueError: nothing there, or no tokenizer that can be read.
         """
         if path == "demo" or path.endswith(".gguf"):
             from kvdrive_jax.models.gguf import demo_path
             from kvdrive_jax.models.gguf_file import open_gguf
 
-            return cls.from_gguf_metadata(open_gguf(demo_path() if path == "demo" else path).metadata)
+            return cls.from_gguf_metadata(
+                open_gguf(demo_path() if path == "demo" else path).metadata
+            )
         if not os.path.isdir(path):
-            raise FileNotFoundError(f"path: expected a model folder, a .gguf file or 'demo', got {path}, which is none of these")
+            raise ValueError(f"path: expected 'demo', a .gguf file or a model folder, got {path!r}")
         try:
             inner = quiet_transformers().AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError) as err:
             found = ", ".join(sorted(entry.name for entry in Path(path).iterdir())[:20])
             raise ValueError(
-                f"path: expected a tokenizer (tokenizer.json, tokenizer_config.json) in {path}, got a folder with {found}: {err}"
+                f"path: expected a tokenizer (tokenizer.json, tokenizer_config.json) in {path}, "
+                f"got a folder with {found}: {err}"
             ) from err
         return cls(inner, _folder_eos(Path(path)))
 
     @classmethod
     def from_gguf_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """Builds the tokenizer of an open GGUF file from its metadata; see `gguf_tokenizer.build_tokenizer`."""
+        """Builds the tokenizer of an open GGUF file from its metadata; see
+        `gguf_tokenizer.build_tokenizer`.
+        """
         from kvdrive_jax.models.gguf_tokenizer import build_tokenizer, end_token_ids
 
         return cls(build_tokenizer(metadata), end_token_ids(metadata))
@@ -103,27 +110,40 @@ class Tokenizer:
         return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
 
     def encode_chat(self, prompt: str, system: str | None = None) -> list[int]:
-        """Returns the ids of a user's turn in the model's chat template, up to where the assistant begins.
+        """Returns the ids of a user's turn in the model's chat template, up to where the assistant
+        begins.
 
         The template writes BOS itself, so none is added.
 
         Raises:
-          ValueError: there is no template, it fails (with its message), or it writes BOS twice.
+            ValueError: there is no template, it fails (with its message), or it writes BOS twice.
         """
         if not self.has_template:
-            raise ValueError("chat: expected a model with a chat template, got one without; give the prompt as plain text")
+            raise ValueError(
+                "chat: expected a model with a chat template, got one without; "
+                "give the prompt as plain text"
+            )
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": prompt})
         try:
-            text = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._inner.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
         except ImportError:
             raise
-        except Exception as err:  # whatever a template's own code raises: its message is for the user
-            raise ValueError(f"chat: the model's template refused this conversation: {err}") from err
+        except (
+            Exception
+        ) as err:  # whatever a template's own code raises: its message is for the user
+            raise ValueError(
+                f"chat: the model's template refused this conversation: {err}"
+            ) from err
         ids = self._ids(str(text), add_special_tokens=False)
         bos = self._inner.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
-            raise ValueError(f"chat: expected at most one {self._inner.bos_token!r} at the start, got two from the template")
+            raise ValueError(
+                f"chat: expected at most one {self._inner.bos_token!r} at the start, "
+                "got two from the template"
+            )
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -134,7 +154,9 @@ class Tokenizer:
         return raw.decode("utf-8", "replace")
 
     def piece(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
-        """Returns the bytes that one token stands for; none for a special token and for an id without a token."""
+        """Returns the bytes that one token stands for; none for a special token and for an id
+        without a token.
+        """
         if skip_special_tokens and token_id in self._special:
             return b""
         found = self._pieces.get(token_id)
@@ -145,11 +167,18 @@ class Tokenizer:
         return found
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [int(i) for i in self._inner(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]]
+        return [
+            int(i)
+            for i in self._inner(text, add_special_tokens=add_special_tokens, verbose=False)[
+                "input_ids"
+            ]
+        ]
 
 
 def _folder_eos(path: Path) -> set[int]:
-    """Reads the end tokens of the model and of its generation settings: either may be one id or a list."""
+    """Reads the end tokens of the model and of its generation settings: either may be one id or a
+    list.
+    """
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = path / name
@@ -160,17 +189,21 @@ def _folder_eos(path: Path) -> set[int]:
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """Byte to the printable character that byte-level BPE writes for it: itself, or the next free one from U+0100 on."""
+    """Byte to the printable character that byte-level BPE writes for it: itself, or the next free
+    one from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
-    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(0x100 + i) for i, byte in enumerate(others)
+    }
 
 
 class _PieceReader:
     """Token id to bytes, by the way the tokenizer's decoder puts tokens together.
 
-    Byte-level BPE and SentencePiece are read off the vocabulary. For any other decoder a token is what it adds to the
-    text of the token before it.
+    Byte-level BPE and SentencePiece are read off the vocabulary. For any other decoder a token is
+    what it adds to the text of the token before it.
     """
 
     def __init__(self, inner: PreTrainedTokenizerBase) -> None:
@@ -186,13 +219,21 @@ class _PieceReader:
             self.drops_first_space = any(_strips_first_space(step) for step in steps)
         else:
             self.read = self._after_another
-            self._before = next(i for i in range(len(inner)) if self._decode([i]).strip() and i not in inner.all_special_ids)
+            self._before = next(
+                i
+                for i in range(len(inner))
+                if self._decode([i]).strip() and i not in inner.all_special_ids
+            )
             self.drops_first_space = self.read(self._before).startswith(b" ")
 
     def _byte_level(self, token_id: int) -> bytes:
         text = self._text(token_id)
         known = self._byte_of
-        return bytes(known[char] for char in text) if all(char in known for char in text) else text.encode()
+        return (
+            bytes(known[char] for char in text)
+            if all(char in known for char in text)
+            else text.encode()
+        )
 
     def _sentencepiece(self, token_id: int) -> bytes:
         text = self._text(token_id)
@@ -202,11 +243,15 @@ class _PieceReader:
     def _after_another(self, token_id: int) -> bytes:
         before, both = self._decode([self._before]), self._decode([self._before, token_id])
         if not both.startswith(before):
-            raise NotImplementedError("tokenizer: its decoder rewrites text when a token follows, so text cannot be streamed")
+            raise NotImplementedError(
+                "tokenizer: its decoder rewrites text when a token follows, so text cannot stream"
+            )
         return both[len(before) :].encode()
 
     def _text(self, token_id: int) -> str:
-        if not 0 <= token_id < len(self._inner):  # rows of the embedding beyond the vocabulary stand for nothing
+        if (
+            not 0 <= token_id < len(self._inner)
+        ):  # rows of the embedding beyond the vocabulary stand for nothing
             return ""
         return str(self._inner.convert_ids_to_tokens(token_id) or "")
 

@@ -7,10 +7,10 @@ takes them one at a time in any order, so that the host holds little more than t
 from __future__ import annotations
 
 import dataclasses
-import functools
+import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdrive_jax.models import folder as folders
+from kvdrive_jax.models.assembly import Assembler, Key, Place, places
 from kvdrive_jax.models.config import ModelConfig
-from kvdrive_jax.models.family import Family, Rule, required, usable_positions
+from kvdrive_jax.models.family import Family, required, usable_positions
 from kvdrive_jax.models.llama import LLAMA
-from kvdrive_jax.models.model import Leaves, Model, define
+from kvdrive_jax.models.model import Model, define
 from kvdrive_jax.models.phi import PHI3
 from kvdrive_jax.models.qwen import QWEN2, QWEN3
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, PHI3)}
 DTYPES = ("float32", "bfloat16", "float16")
-PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+HEAD: Key = (None, "head")
+EMBEDDING: Key = (None, "embedding")
 # Old checkpoints carry the RoPE frequencies, which are computed here.
 IGNORED = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq")
 
@@ -106,51 +108,6 @@ def _family_of(raw: Mapping[str, Any]) -> Family:
     raise ValueError(f"architecture: expected one of {supported}, got {got}")
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor goes (layer None: the ends) and the shape it must have."""
-
-    layer: int | None
-    rule: Rule
-    shape: tuple[int, ...]
-
-    @property
-    def key(self) -> tuple[int | None, str]:
-        return self.layer, self.rule.target
-
-
-def _parts(rule: Rule) -> tuple[str, ...]:
-    whole = PARTS.get(rule.target.removesuffix("_bias"), ())
-    return whole if rule.part in whole else ("all",)
-
-
-def _places(config: ModelConfig) -> dict[str, _Place]:
-    """Every tensor that a checkpoint may hold, by name; all but the head must be there."""
-    static, layer, ends = define(dataclasses.replace(config, tied_embeddings=False), jnp.float32)
-    shapes = [
-        dict(zip(static.layer_def.names, (leaf.shape for leaf in layer), strict=True)),
-        dict(zip(static.ends_def.names, (leaf.shape for leaf in ends), strict=True)),
-    ]
-    width = {
-        "q": config.num_heads * config.head_dim,
-        "k": config.num_kv_heads * config.head_dim,
-        "v": config.num_kv_heads * config.head_dim,
-        "gate": config.intermediate_size,
-        "up": config.intermediate_size,
-    }
-    places: dict[str, _Place] = {}
-    for rule in FAMILIES[config.architecture].rules:
-        shape = shapes[0 if rule.per_layer else 1].get(rule.target)
-        if shape is None:
-            continue
-        if rule.part != "all":
-            shape = (*shape[:-1], width[rule.part])
-        shape = shape[::-1] if rule.transpose else shape
-        for i in range(config.num_layers) if rule.per_layer else (None,):
-            places[rule.name.format(layer=i)] = _Place(i, rule, shape)
-    return places
-
-
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this configuration holds, as Hugging Face
     stores them.
@@ -160,7 +117,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {
         name: place.shape
         for name, place in _places(config).items()
-        if not (config.tied_embeddings and place.rule.target == "head")
+        if not (config.tied_embeddings and place.key == HEAD)
     }
 
 
@@ -170,10 +127,14 @@ def check_names(config: ModelConfig, names: Iterable[str], *, source: str) -> No
     Raises:
         ValueError: missing or unused tensors, named.
     """
-    places, given = _places(config), set(names)
-    unused = sorted(name for name in given - places.keys() if not IGNORED.fullmatch(name))
-    missing = [n for n, p in places.items() if n not in given and p.rule.target != "head"]
+    known, given = _places(config), set(names)
+    unused = sorted(name for name in given - known.keys() if not IGNORED.fullmatch(name))
+    missing = [name for name, place in known.items() if name not in given and place.key != HEAD]
     _reject(source, missing, unused)
+
+
+def _places(config: ModelConfig) -> dict[str, Place]:
+    return places(config, FAMILIES[config.architecture].rules)
 
 
 def _reject(source: str, missing: list[str], unused: list[str]) -> None:
@@ -187,24 +148,6 @@ def _reject(source: str, missing: list[str], unused: list[str]) -> None:
         raise ValueError(f"{source}: " + "; ".join(problems))
 
 
-@jax.jit
-def _transpose(x: jax.Array) -> jax.Array:
-    return x.T
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _join(parts: Leaves, dtype: np.dtype[Any]) -> jax.Array:
-    return jnp.concatenate([part.astype(dtype) for part in parts], axis=-1)
-
-
-def _on_device(array: npt.NDArray[Any], place: _Place) -> jax.Array:
-    if array.dtype == np.float64:
-        array = array.astype(np.float32)
-    placed = jax.device_put(array)
-    # Transposed alone: fused with the join it is several times slower on CPUs.
-    return _transpose(placed) if place.rule.transpose else placed
-
-
 def build_model(
     config: ModelConfig,
     tensors: Iterable[tuple[str, npt.NDArray[Any]]],
@@ -213,8 +156,8 @@ def build_model(
     source: str,
     digest: str,
 ) -> Model:
-    """A model from its tensors, each put on the device as it comes and fused as soon as its parts
-    are complete.
+    """A model from its tensors, each parameter put on the device as soon as its parts are
+    there.
 
     Args:
         config: what the model is. Whether its embeddings are tied is decided by the tensors:
@@ -230,42 +173,34 @@ def build_model(
         ValueError: a tensor that is missing, unused, given twice or of the wrong shape, named.
     """
     kind = resolve_dtype(dtype)
-    places = _places(config)
-    waiting: dict[tuple[int | None, str], dict[str, jax.Array]] = {}
-    done: dict[tuple[int | None, str], jax.Array] = {}
+    known = _places(config)
+    done: dict[Key, jax.Array] = {}
     seen: set[str] = set()
-    for name, array in tensors:
-        if IGNORED.fullmatch(name):
-            continue
-        place = places.get(name)
-        if place is None:
-            _reject(source, [], [name])
-            continue
-        if name in seen:
-            raise ValueError(f"{source}: tensor {name}: duplicate")
-        seen.add(name)
-        if array.shape != place.shape:
-            raise ValueError(
-                f"{source}: tensor {name}: expected shape {place.shape}, got {array.shape}"
-            )
-        parts = waiting.setdefault(place.key, {})
-        parts[place.rule.part] = _on_device(array, place)
-        order = _parts(place.rule)
-        if len(parts) == len(order):
-            ordered = tuple(parts[part] for part in order)
-            single = len(ordered) == 1 and ordered[0].dtype == kind
-            done[place.key] = ordered[0] if single else _join(ordered, kind)
-            del waiting[place.key], ordered
-            # Transfers run behind; without waiting the host would fill with arrays that are under
-            # way.
-            done[place.key].block_until_ready()
-        del parts, array
-    missing = [n for n, p in places.items() if n not in seen and p.rule.target != "head"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        assembler = Assembler(kind, pool)
+        for name, array in tensors:
+            if IGNORED.fullmatch(name):
+                continue
+            if name not in known:
+                _reject(source, [], [name])
+            if name in seen:
+                raise ValueError(f"{source}: tensor {name}: duplicate")
+            seen.add(name)
+            place = known[name]
+            if array.shape != place.shape:
+                raise ValueError(
+                    f"{source}: tensor {name}: expected shape {place.shape}, got {array.shape}"
+                )
+            parameter = assembler.add(place, array)
+            if parameter is not None:
+                # Transfers run behind: without waiting, the host would fill with what is under way.
+                done[place.key] = jax.device_put(parameter).block_until_ready()
+            del parameter, array
+    missing = [name for name, place in known.items() if name not in seen and place.key != HEAD]
     _reject(source, missing, [])
 
-    head = done.get((None, "head"))
-    tied = head is None or (
-        config.tied_embeddings and bool(jnp.array_equal(head, done[None, "embedding"].T))
+    tied = HEAD not in done or (
+        config.tied_embeddings and bool(jnp.array_equal(done[HEAD], done[EMBEDDING].T))
     )
     static, _, _ = define(dataclasses.replace(config, tied_embeddings=tied), kind)
     layers = tuple(

@@ -204,12 +204,13 @@ class SessionPages:
         self._check_usable()
 
     def close(self) -> None:
-        """Give up what is pending, release every reservation, delete the files; idempotent."""
+        """Wait for submitted fetches, give up what is not stored yet, release every reservation,
+        delete the files; idempotent."""
         if self._closed:
             return
+        futures.wait(list(self._fetches))
         self._closed = True
-        waiting: list[futures.Future[Any]] = [f for jobs in self._pending for f in jobs]
-        futures.wait([*waiting, *list(self._fetches)])
+        futures.wait([job for jobs in self._pending for job in jobs])
         self._release()
         self._shared.closed(self)
 

@@ -73,8 +73,11 @@ class SsdDirectory:
             )
 
     def close(self) -> None:
-        """Remove the directory and everything in it; idempotent."""
-        self._finalizer()
+        """Remove the directory and everything in it; idempotent. OSError says what remained."""
+        if self._finalizer.alive:
+            self._finalizer()
+            if self.path.exists():
+                shutil.rmtree(self.path)
 
 
 def _probe(path: Path) -> None:

@@ -201,14 +201,11 @@ class Transit:
                 self._ledger.reserve("dram", name, size - held)
             elif size < held:
                 self._ledger.release("dram", name)
-                self._ledger.reserve("dram", name, size)
+                if size:
+                    self._ledger.reserve("dram", name, size)
             self._held[name] = size
         self.reads.resize(needs[READS] // (self._workers + 1))
         self.writes.resize(needs[WRITES] // self._workers)
-        if not plans:
-            for name in self._held:
-                self._ledger.release("dram", name)
-            self._held = {}
 
     def enter(self, nbytes: int) -> None:
         """Wait until ``nbytes`` more may be in flight. More than the bound goes alone."""
