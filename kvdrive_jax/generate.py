@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DONE, FAILED, USAGE = 0, 1, 2
 
 # What a request gets that cannot be served as it stands: status 2 as long as nothing was made.
-REFUSALS = (ValueError, NotImplementedError, FileNotFoundError, ImportError)
+REFUSALS = (ValueError, NotImplementedError, FileNotFoundError)
 
 
 class OutputClosed(Exception):

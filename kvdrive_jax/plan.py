@@ -23,7 +23,12 @@ from kvdrive_jax.pipeline.prefill import prefill_bytes
 from kvdrive_jax.shapes import BatchShape, batch_shape
 from kvdrive_jax.telemetry import TIERS, BudgetError, Tier
 from kvdrive_jax.tiers.pages import PageGeometry
-from kvdrive_jax.tiers.placement import SessionPlan, plan_session
+from kvdrive_jax.tiers.placement import (
+    SessionPlan,
+    SessionSize,
+    plan_sessions,
+    staging_needs,
+)
 
 WINDOWS = (4.0, 3.0, 2.0, 1.5, 1.0)
 """Window multiples tried, largest first, when none is given and not everything fits."""
@@ -278,6 +283,7 @@ def _plan_kvdrive(
     flush = (
         shape.batch * model.num_kv_heads * shape.flush_chunks * geometry.page_bytes
     )
+    fetched = shape.batch * model.num_kv_heads * shape.selected * geometry.page_bytes
     base = [
         *base,
         Line(tier="hbm", name="index", nbytes=index),
@@ -287,7 +293,6 @@ def _plan_kvdrive(
     def lines_for(slots: int) -> list[Line]:
         resident = slots >= shape.chunk_capacity
         directory = 0 if resident else pairs * (shape.chunk_capacity + slots) * 4
-        fetched = shape.batch * model.num_kv_heads * shape.selected * geometry.page_bytes
         return [
             *base,
             Line(tier="hbm", name="windows", nbytes=pairs * slots * geometry.page_bytes),
@@ -310,17 +315,22 @@ def _plan_kvdrive(
     lines = lines_for(slots)
     sessions: list[SessionPlan] = []
     if not resident:
-        staging = (
-            STAGING_BUFFERS
-            * shape.batch
-            * model.num_kv_heads
-            * shape.selected
-            * geometry.page_bytes
+        ring = STAGING_BUFFERS * fetched
+        sessions = plan_sessions(
+            geometry,
+            [
+                SessionSize(chunks, prompt)
+                for chunks, prompt in zip(shape.row_chunks, shape.prompt_chunks, strict=True)
+            ],
+            dram_bytes=budgets.dram - ring,
+            ssd=tiers.ssd_dir is not None,
+            extent_bytes=tiers.extent_bytes,
+            piece_chunks=shape.flush_chunks,
+            workers=WORKERS,
         )
-        sessions = _plan_sessions(geometry, shape, tiers, budgets, staging)
-        store = max(plan.staging_bytes(WORKERS) for plan in sessions)
+        staging = ring + sum(staging_needs(sessions, WORKERS).values())
         lines += [
-            Line(tier="dram", name="staging", nbytes=staging + store),
+            Line(tier="dram", name="staging", nbytes=staging),
             Line(tier="dram", name="pages", nbytes=sum(plan.dram_bytes for plan in sessions)),
             Line(tier="ssd", name="pages", nbytes=sum(plan.ssd_bytes for plan in sessions)),
         ]
@@ -336,40 +346,3 @@ def _plan_kvdrive(
         cluster_capacity=clusters,
         form=form,
     )
-
-
-def _plan_sessions(
-    geometry: PageGeometry,
-    shape: BatchShape,
-    tiers: TierConfig,
-    budgets: Budgets,
-    staging: int,
-) -> list[SessionPlan]:
-    """What each session takes in DRAM and on SSD: all it can use, or an equal share."""
-    ssd = tiers.ssd_dir is not None
-    def plan(row: int, share: int | None) -> SessionPlan:
-        return plan_session(
-            geometry,
-            chunk_capacity=shape.row_chunks[row],
-            dram_bytes=share,
-            ssd=ssd,
-            extent_bytes=tiers.extent_bytes,
-            prompt_chunks=shape.prompt_chunks[row],
-            piece_chunks=shape.flush_chunks,
-        )
-
-    rows = range(shape.batch)
-    whole = [plan(row, None) for row in rows]
-    buffers = staging + max(session.staging_bytes(WORKERS) for session in whole)
-    if not ssd or buffers + sum(session.dram_bytes for session in whole) <= budgets.dram:
-        return whole
-    # Sessions that are partly on SSD need read buffers too.
-    part = [plan(row, session.dram_bytes - 1) for row, session in enumerate(whole) if session.rows]
-    buffers = staging + max((session.staging_bytes(WORKERS) for session in part), default=0)
-    if budgets.dram < buffers:
-        raise BudgetError(
-            f"the DRAM budget of {budgets.dram:,} bytes cannot hold the staging buffers of "
-            f"{buffers:,} bytes: raise --dram-budget, or lower --budget or --batch-size"
-        )
-    share = (budgets.dram - buffers) // shape.batch
-    return [plan(row, min(share, whole[row].dram_bytes)) for row in rows]

@@ -168,7 +168,8 @@ def nucleus(probabilities: jax.Array, top_p: jax.Array | np.float32 | float) -> 
     missing = top_p - jnp.sum(jnp.where(above, probabilities, 0), axis=-1, keepdims=True)
     at = bits == least
     before = jnp.cumsum(at, axis=-1) - 1
-    return above | (at & ((before == 0) | (before * probabilities < missing)))
+    kept: jax.Array = above | (at & ((before == 0) | (before * probabilities < missing)))
+    return kept
 
 
 def all_finite(logits: jax.Array) -> jax.Array:
@@ -183,7 +184,10 @@ def _first_largest(x: jax.Array) -> jax.Array:
     """
     ids = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     last = x.shape[-1] - 1  # also the answer for a row with NaN, which equals nothing
-    return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), ids, last), axis=-1)
+    first: jax.Array = jnp.min(
+        jnp.where(x == jnp.max(x, axis=-1, keepdims=True), ids, last), axis=-1
+    )
+    return first
 
 
 def _gumbel(

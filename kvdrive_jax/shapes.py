@@ -33,7 +33,7 @@ class BatchShape:
     prompt_tokens: per session; max_new_tokens: for every session; prompt_capacity: padded T of
     prefill; cache_tokens: padded T of a full cache; chunk_capacity: N; selected: P;
     near_capacity: rows of sink, local and unflushed tokens; flush_chunks: chunks moved by one
-    flush; flush_events: most flushes that a batch can see; prompt_chunks and row_chunks: chunks
+    flush; flush_events: most flushes of one session; prompt_chunks and row_chunks: chunks
     each session has after prefill, and can reach.
     """
 
@@ -71,8 +71,7 @@ def batch_shape(
     longest = max(prompt_tokens)
     budget = retrieval.budget_tokens(longest, context_length)
     flush_chunks = retrieval.flush_tokens // chunk
-    # One flush leaves at most local + chunk - 1 tokens of a session behind, so the next one of the
-    # same session is at least flush_tokens - chunk steps away; sessions of a batch flush together.
+    # A flush leaves sink, local and a chunk's worth of tokens: flush_tokens steps to the next.
     near_capacity = retrieval.sink + retrieval.local + retrieval.flush_tokens + chunk
 
     def chunks_of(tokens: int) -> int:
@@ -92,7 +91,7 @@ def batch_shape(
         selected=selected,
         near_capacity=near_capacity,
         flush_chunks=flush_chunks,
-        flush_events=max_new_tokens // max(1, retrieval.flush_tokens - chunk) + 2,
+        flush_events=max_new_tokens // retrieval.flush_tokens + 1,
         prompt_chunks=tuple(chunks_of(tokens) for tokens in prompt_tokens),
         row_chunks=row_chunks,
     )

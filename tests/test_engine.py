@@ -132,6 +132,9 @@ def with_dram_share(share: float, tiers: TierConfig) -> TierConfig:
 
 
 def test_batch_neighbours_change_no_token(sparse_tokens: list[tuple[int, ...]]) -> None:
+    neighbours = [random_prompt(n, seed=n) for n in (500, 87, 3)]
+    generations, _ = generate([RAGGED[0], *neighbours], 200, retrieval=SPARSE)
+    assert tokens(generations)[0] == sparse_tokens[0]
     alone, _ = generate(RAGGED[:1], 200, retrieval=SPARSE, batch_size=1)
     assert tokens(alone) == sparse_tokens[:1]
 
@@ -236,7 +239,7 @@ def test_a_corrupt_extent_ends_its_session_by_name_and_no_other(tmp_path: Path) 
     config = KVDriveConfig(
         retrieval=SPARSE,
         window=WindowConfig(multiple=1),
-        tiers=TierConfig(ssd_dir=str(tmp_path), dram_budget=1 << 20, extent_bytes=4096),
+        tiers=TierConfig(ssd_dir=str(tmp_path), dram_budget=1_700_000, extent_bytes=4096),
     )
     prompts = [random_prompt(1500, 5), random_prompt(1400, 6)]
     with Engine(MODEL, TOKENIZER, config) as engine:

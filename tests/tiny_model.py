@@ -36,7 +36,7 @@ def write_tiny_model(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": context,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "bos_token_id": 256,
         "eos_token_id": EOS,
         "torch_dtype": "float32",
@@ -55,8 +55,9 @@ def _tensors(config: dict[str, Any], rng: np.random.Generator) -> dict[str, np.n
         return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
 
     tensors = {
-        "model.embed_tokens.weight": matrix(config["vocab_size"], width) * 3,
+        "model.embed_tokens.weight": matrix(config["vocab_size"], width),
         "model.norm.weight": np.ones(width, np.float32),
+        "lm_head.weight": matrix(config["vocab_size"], width),
     }
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."

@@ -344,10 +344,12 @@ class KVDrive(BatchMethod):
             )
 
     def _flush(self, near_rows: np.ndarray[Any, Any]) -> None:
-        """Turn the oldest unflushed tokens of every session into chunks (index and store)."""
-        retrieval, shape = self.tools.config.retrieval, self.plan.shape
-        spare = (near_rows - retrieval.sink - retrieval.local) // retrieval.chunk_size
-        n_new = np.clip(np.where(self.rows.active, spare, 0), 0, shape.flush_chunks)
+        """Turn the oldest unflushed tokens of full near buffers into chunks (index and store)."""
+        shape = self.plan.shape
+        # A session is flushed when its own buffer is full, so that neighbours never change what it
+        # can select.
+        full = self.rows.active & (near_rows >= shape.near_capacity)
+        n_new = np.where(full, shape.flush_chunks, 0)
         new, before = int32(n_new), int32(self._n_chunks)
         for layer in range(len(self._near)):
             pages, self._near[layer], self._index[layer] = flush_stage(
