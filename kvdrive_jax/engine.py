@@ -17,12 +17,12 @@ from kvdrive_jax.config import KVDriveConfig, format_size
 from kvdrive_jax.methods.base import Tools
 from kvdrive_jax.models.model import Model
 from kvdrive_jax.models.tokenizer import Tokenizer
-from kvdrive_jax.models.weights import load_pretrained
-from kvdrive_jax.plan import Budgets, Plan, plan_batch, resolve_budgets
+from kvdrive_jax.models.weights import describe_pretrained, load_pretrained
+from kvdrive_jax.plan import Budgets, Plan, check_context, check_length, plan_batch, resolve_budgets
 from kvdrive_jax.report import RunReport
 from kvdrive_jax.sampling import SamplingConfig
 from kvdrive_jax.session import Generation, Session, StreamEvent
-from kvdrive_jax.telemetry import Ledger, Progress
+from kvdrive_jax.telemetry import BudgetError, Ledger, Progress
 from kvdrive_jax.text import check_stop_strings
 
 
@@ -72,11 +72,19 @@ class Engine:
         """
         config = config or KVDriveConfig()
         budgets = resolve_budgets(config.tiers)
+        known = describe_pretrained(model, config.dtype, context_length=config.context_length)
+        check_context(config, known.config.max_positions)
+        weights = known.parameters * known.dtype.itemsize
+        if weights > budgets.hbm:
+            raise BudgetError(
+                f"the weights of {model} take {weights:,} bytes in {known.dtype.name}, the HBM "
+                f"budget is {budgets.hbm:,}: raise --hbm-budget, or give a smaller --dtype"
+            )
         start = time.perf_counter()
         progress = Progress(f"loading {model}", 1, "model", quiet=quiet)
         tokenizer = Tokenizer.from_pretrained(model)
         loaded = load_pretrained(
-            model, config.dtype, context_length=config.context_length
+            model, config.dtype, context_length=config.context_length, cache_dir=cache_dir
         )
         engine = cls(loaded, tokenizer, config, name=model, quiet=quiet, budgets=budgets)
         progress.finish(
@@ -262,13 +270,7 @@ class Engine:
     def _check_prompt(self, number: int, ids: Sequence[int], max_new_tokens: int) -> None:
         if not len(ids):
             raise ValueError(f"prompt {number} must not be empty")
-        total = len(ids) + max_new_tokens
-        if total > self.context_length:
-            raise ValueError(
-                f"prompt {number} has {len(ids):,} tokens, with max_new_tokens = "
-                f"{max_new_tokens:,} that makes {total:,}; the context length is "
-                f"{self.context_length:,}: shorten the prompt or lower max_new_tokens"
-            )
+        check_length(number, len(ids), max_new_tokens, self.context_length)
         low, high = min(ids), max(ids)
         if low < 0 or high >= self.model.config.vocab_size:
             raise ValueError(
@@ -293,12 +295,3 @@ class Engine:
     ) -> None:
         self.close()
 
-
-def check_context(config: KVDriveConfig, model_maximum: int) -> int:
-    """The context length in force; ValueError when the configured one exceeds the model's."""
-    length = config.context_length or model_maximum
-    if length > model_maximum:
-        raise ValueError(
-            f"context_length must be at most the model's {model_maximum:,} positions, got {length:,}"
-        )
-    return length

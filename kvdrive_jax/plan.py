@@ -19,6 +19,7 @@ from kvdrive_jax import compat
 from kvdrive_jax.config import KVDriveConfig, TierConfig, format_size
 from kvdrive_jax.index.clusters import ClusterForm
 from kvdrive_jax.models.config import ModelConfig
+from kvdrive_jax.models.weights import describe_pretrained
 from kvdrive_jax.pipeline.prefill import prefill_bytes
 from kvdrive_jax.shapes import BatchShape, batch_shape
 from kvdrive_jax.telemetry import TIERS, BudgetError, Tier
@@ -248,6 +249,45 @@ def plan_batch(
             form=None,
         )
     return _plan_kvdrive(model, dtype, config, shape, budgets, base)
+
+
+def plan_for(
+    model: str, config: KVDriveConfig, prompt_tokens: Sequence[int], max_new_tokens: int
+) -> Plan:
+    """``plan_batch`` for a model by name or path, without loading its weights.
+
+    Raises ValueError as ``load_pretrained`` and ``plan_batch`` do, and for prompts that exceed the
+    context length.
+    """
+    known = describe_pretrained(model, config.dtype, context_length=config.context_length)
+    context = check_context(config, known.config.max_positions)
+    for number, tokens in enumerate(prompt_tokens):
+        check_length(number, tokens, max_new_tokens, context)
+    return plan_batch(
+        known.config, known.dtype, known.parameters, config, prompt_tokens, max_new_tokens
+    )
+
+
+def check_context(config: KVDriveConfig, model_maximum: int) -> int:
+    """The context length in force; ValueError when the configured one exceeds the model's."""
+    length = config.context_length or model_maximum
+    if length > model_maximum:
+        raise ValueError(
+            f"context_length must be at most the model's {model_maximum:,} positions, got "
+            f"{length:,}: lower it"
+        )
+    return length
+
+
+def check_length(number: int, tokens: int, max_new_tokens: int, context_length: int) -> None:
+    """ValueError when prompt ``number`` and its new tokens exceed the context length."""
+    total = tokens + max_new_tokens
+    if total > context_length:
+        raise ValueError(
+            f"prompt {number} has {tokens:,} tokens, with max_new_tokens = {max_new_tokens:,} that "
+            f"makes {total:,}; the context length is {context_length:,}: shorten the prompt or "
+            "lower max_new_tokens"
+        )
 
 
 def _plan_kvdrive(

@@ -1,4 +1,4 @@
-"""The demo model against transformers on the same GGUF file: 500 positions of real text, float32."""
+"""The demo model against transformers on the same GGUF file: 500 positions of text, float32."""
 
 from __future__ import annotations
 

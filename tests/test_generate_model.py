@@ -15,7 +15,7 @@ import pytest
 from kvdrive_jax import generate
 from tests.tiny_model import write_tiny_model
 
-PROMPT = "".join(f"{i}: the cat number {i * i} sat on the mat. " for i in range(24))  # 780 tokens
+PROMPT = "".join(f"{i}: the cat number {i * i} sat on the mat. " for i in range(72))  # 2,800 tokens
 SMALL = ["--no-chat", "--flush-tokens", "16", "--local", "8", "--segment-tokens", "256"]
 # One shape for all runs of kvdrive, so that it is compiled once; full attention for the rest.
 LONG = ["--prompt", PROMPT, "--max-new-tokens", "24", "--budget", "64", "--ignore-eos", *SMALL]
@@ -200,7 +200,7 @@ TIGHT = ["--window", "1", "--budget", "64"]
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", "x" * 4090, "--max-new-tokens", "20"], "context length"),
+        (["--no-chat", "--prompt", "x" * 4090, "--max-new-tokens", "20"], "context length"),
         (["--prompt", "x" * 90, "--context-length", "100"], "context length"),
         (["--prompt", "x", "--context-length", "999999"], "context_length"),
         (["--prompt", "x", "--budget", "5000"], "budget must be at most the context length"),
@@ -209,7 +209,7 @@ TIGHT = ["--window", "1", "--budget", "64"]
         (["--prompt", PROMPT, *TIGHT, "--dram-budget", "8KiB"], "--dram-budget"),
         (["--prompt", "x", "--ssd-dir", "/nonexistent/dir"], NO_DIRECTORY),
         (["--prompt", "x", "--ssd-dir", __file__], NO_DIRECTORY),
-        (["--prompt", "x", "--ssd-dir", "/proc"], "ssd_dir"),
+        ([*LONG, "--window", "1", "--ssd-dir", "/proc"], "--ssd-dir"),  # nothing fits there
         (["--prompt", "x", "--system", "s", "--no-chat"], "system needs chat"),
     ],
 )
@@ -217,8 +217,15 @@ def test_refused_before_loading(
     run: Command, monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
 ) -> None:
     forbid_loading(monkeypatch)
-    run(*flags, *(["--no-chat"] if "--system" not in flags else []), status=2)
+    run(*flags, status=2)
     assert message in run.err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_ssd_directory_that_is_not_writable(run: Command, tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    run(*LONG, "--window", "1", "--ssd-dir", str(tmp_path), status=2)
+    assert "ssd_dir" in run.err
 
 
 def test_full_ssd_budget_is_refused(run: Command, tmp_path: Path) -> None:
@@ -266,7 +273,7 @@ def test_ctrl_c_keeps_what_was_made_and_leaves_nothing_behind(model: str, tmp_pa
     ssd, stats = tmp_path / "ssd", tmp_path / "stats.json"
     ssd.mkdir()
     tiers = ["--window", "1", "--ssd-dir", str(ssd), "--stats-json", str(stats)]
-    with start(model, *LONG, "--max-new-tokens", "3000", *tiers) as process:
+    with start(model, *LONG, "--max-new-tokens", "1000", *tiers) as process:
         assert process.stdout is not None
         made = os.read(process.stdout.fileno(), 1)
         process.send_signal(signal.SIGINT)
@@ -278,7 +285,7 @@ def test_ctrl_c_keeps_what_was_made_and_leaves_nothing_behind(model: str, tmp_pa
     assert list(ssd.iterdir()) == []
     session = json.loads(stats.read_text())["sessions"][0]
     assert session["finish_reason"] == "cancelled"
-    assert 0 < session["new_tokens"] < 3000
+    assert 0 < session["new_tokens"] < 1000
 
 
 def test_reader_that_goes_away(model: str) -> None:

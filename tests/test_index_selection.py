@@ -42,7 +42,8 @@ def test_exact_set_and_order_with_ties_to_the_lowest_id(
     }[kind].astype(np.float32)
     n_chunks = rng.integers(0, chunks + 1, batch).astype(np.int32)
     ids = np.asarray(jitted_select(jnp.asarray(scores), jnp.asarray(n_chunks), count))
-    assert ids.shape == (batch, heads, count) and ids.dtype == np.int32
+    assert ids.shape == (batch, heads, count)
+    assert ids.dtype == np.int32
     for b, k in np.ndindex(batch, heads):
         assert ids[b, k].tolist() == expected_selection(scores[b, k], n_chunks[b], count)
 

@@ -94,7 +94,8 @@ def _directions(vectors: jax.Array, count: jax.Array, in_use: jax.Array, rounds:
         sums, sizes = _totals(vectors, ids, clusters)
         return jnp.where((sizes > 0)[..., None], _unit(sums), directions)
 
-    return lax.fori_loop(0, rounds, one_round, first)
+    directions: jax.Array = lax.fori_loop(0, rounds, one_round, first)
+    return directions
 
 
 def _assign(vectors: jax.Array, directions: jax.Array, in_use: jax.Array) -> jax.Array:
@@ -116,7 +117,7 @@ def _assign(vectors: jax.Array, directions: jax.Array, in_use: jax.Array) -> jax
         return nearest(vectors)
     blocks = -(-total // rows)
     padded = jnp.pad(vectors, [(0, 0), (0, blocks * rows - total), (0, 0)])
-    ids = lax.map(nearest, padded.reshape(heads, blocks, rows, dim).swapaxes(0, 1))
+    ids: jax.Array = lax.map(nearest, padded.reshape(heads, blocks, rows, dim).swapaxes(0, 1))
     return ids.swapaxes(0, 1).reshape(heads, -1)[:, :total]
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 FORMAT: Final = 1  # of the entry and of the leaves' layout: raise it when either changes
 _MANIFEST, _WEIGHTS = "manifest.json", "weights"
+_ABANDONED_S: Final = 3600.0
 
 
 def default_cache_dir() -> str:
@@ -105,7 +107,8 @@ def _named(model: Model) -> dict[str, jax.Array]:
 
 def _write(entry: Path, model: Model, digest: str) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
-    made = entry.with_name(f"{entry.name}.{uuid.uuid4().hex}.tmp")
+    _remove_abandoned(entry)
+    made = _temporary(entry)
     made.mkdir()
     try:
         # Each leaf once on the host, for its checksum and for Orbax.
@@ -113,19 +116,20 @@ def _write(entry: Path, model: Model, digest: str) -> None:
         need, free = sum(leaf.nbytes for leaf in leaves.values()), shutil.disk_usage(made).free
         if need > free:
             raise OSError(f"{need} bytes needed, {free} free")
-        _checkpointer().save(made.absolute() / _WEIGHTS, leaves)
+        _Checkpointer().save(made.absolute() / _WEIGHTS, leaves)
         manifest = {
             "format": FORMAT,
             "digest": digest,
             "dtype": model.dtype.name,
             "config": repr(model.config),
             "tied_embeddings": model.config.tied_embeddings,
+            "files": _files(made / _WEIGHTS),
             "leaves": {name: [list(leaf.shape), _checksum(leaf)] for name, leaf in leaves.items()},
         }
         (made / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         _replace(entry, made)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        _remove(made)
 
 
 def _replace(entry: Path, made: Path) -> None:
@@ -134,10 +138,36 @@ def _replace(entry: Path, made: Path) -> None:
     Of two processes that do, the later one stays.
     """
     if entry.exists():
-        old = entry.with_name(f"{entry.name}.{uuid.uuid4().hex}.tmp")
+        old = _temporary(entry)
         entry.rename(old)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     made.rename(entry)
+
+
+def _temporary(entry: Path) -> Path:
+    return entry.with_name(f"{entry.name}.{uuid.uuid4().hex}.tmp")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _remove_abandoned(entry: Path) -> None:
+    """Removes what a process that was killed while it wrote this entry left, once that is an hour
+    old.
+    """
+    for path in entry.parent.glob(f"{entry.name}.*.tmp"):
+        if time.time() - path.stat().st_mtime > _ABANDONED_S:
+            _remove(path)
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Every file under a folder and its size in bytes."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
 
 
 def _read(entry: Path, config: ModelConfig, dtype: np.dtype[Any], digest: str) -> Model:
@@ -156,7 +186,10 @@ def _read(entry: Path, config: ModelConfig, dtype: np.dtype[Any], digest: str) -
     wanted = _named(abstract)
     if wanted.keys() != manifest["leaves"].keys():
         raise ValueError(f"leaves: expected {len(wanted)}, got {len(manifest['leaves'])}")
-    found = _checkpointer().restore(entry.absolute() / _WEIGHTS, wanted)
+    # Looked at first: Orbax leaves reads in flight behind when one of many fails.
+    if _files(entry / _WEIGHTS) != manifest["files"]:
+        raise ValueError("its files are not those that were written, or not of their size")
+    found = _Checkpointer().restore(entry.absolute() / _WEIGHTS, wanted)
     for name, leaf in wanted.items():
         array = found[name]
         if array.shape != leaf.shape or array.dtype != dtype:
@@ -174,7 +207,7 @@ def _read(entry: Path, config: ModelConfig, dtype: np.dtype[Any], digest: str) -
     return Model(static, layers, take("ends", static.ends_def.names), digest)
 
 
-class _checkpointer:
+class _Checkpointer:
     """Orbax, as plain files: one per leaf reads several times faster than its merged database."""
 
     def __init__(self) -> None:

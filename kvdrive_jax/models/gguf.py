@@ -5,6 +5,7 @@ Face checkpoints.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -111,9 +112,20 @@ def gguf_config(file: GGUFFile, *, context_length: int | None = None) -> ModelCo
     """
     keys = _Keys(file)
     _refuse_variants(file, keys)
+    layers = keys.integer("block_count")
+    if f"blk.{layers - 1}.attn_norm.weight" not in file.tensors:
+        raise ValueError(
+            f"path: {file.path} says it has {layers} layers and lacks tensors of the last"
+        )
     hidden = keys.integer("embedding_length")
     heads = keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", hidden // heads)
+    value_dim = keys.integer("attention.value_length", head_dim)
+    if value_dim != head_dim:
+        raise NotImplementedError(
+            f"path: {file.path} has keys of {head_dim} and values of {value_dim} elements, "
+            "which is not supported"
+        )
     max_positions = keys.integer("context_length")
     rope = _rope(file, keys, head_dim, max_positions)
     if rope.type == "yarn":  # the length before the extension is what some converters write
@@ -124,7 +136,7 @@ def gguf_config(file: GGUFFile, *, context_length: int | None = None) -> ModelCo
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
         intermediate_size=keys.integer("feed_forward_length"),
-        num_layers=keys.integer("block_count"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=keys.integer("attention.head_count_kv", heads),
         head_dim=head_dim,
@@ -214,7 +226,8 @@ class _Keys:
             raise NotImplementedError(
                 f"path: {self.architecture}.{name} of {self.file.path} differs between layers"
             )
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
             raise ValueError(
                 f"path: expected a number for {self.architecture}.{name} in {self.file.path}, "
                 f"got {value!r}"
@@ -244,10 +257,6 @@ def _refuse_variants(file: GGUFFile, keys: _Keys) -> None:
     if keys.number("expert_count", 0) > 0:
         raise NotImplementedError(
             f"path: {file.path} is a mixture of experts, which is not supported"
-        )
-    if keys.get("attention.value_length") not in (None, keys.get("attention.key_length")):
-        raise NotImplementedError(
-            f"path: {file.path} has values of another width than keys, which is not supported"
         )
     for name in ("attention.scale", "logit_scale", "embedding_scale", "residual_scale"):
         if keys.get(name) is not None:
@@ -305,7 +314,7 @@ def _rope(file: GGUFFile, keys: _Keys, head_dim: int, max_positions: int) -> Rop
         return RopeConfig(**fields)
     if kind == "linear":
         return RopeConfig(type="linear", factor=factor, **fields)
-    attention = keys.number("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * np.log(factor))
+    attention = keys.number("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * math.log(factor))
     return RopeConfig(
         type="yarn",
         factor=factor,

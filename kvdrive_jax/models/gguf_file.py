@@ -243,7 +243,7 @@ def _tensor_info(
             f"supported: {', '.join(SUPPORTED_QUANTIZATIONS)}"
         )
     per_block, block_bytes = GGML_QUANT_SIZES[quantization]
-    if not shape or shape[-1] % per_block:
+    if not shape or 0 in shape or shape[-1] % per_block:
         raise cursor.damaged(
             f"tensor {name} of shape {list(shape)} does not divide into {quantization.name} blocks "
             f"of {per_block}"

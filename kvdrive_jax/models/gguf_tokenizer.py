@@ -107,7 +107,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, vocab[bos])]
         )
-    return quiet_transformers().PreTrainedTokenizerFast(
+    built: PreTrainedTokenizerFast = quiet_transformers().PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=bos,
         eos_token=named("eos", 2 if kind == "llama" else None),
@@ -116,6 +116,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         chat_template=metadata.get("tokenizer.chat_template"),
     )
+    return built
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
@@ -125,7 +126,11 @@ def end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     found = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
     types = metadata.get("tokenizer.ggml.token_type", ())
     tokens = metadata.get("tokenizer.ggml.tokens", ())
-    found |= {i for i, t in enumerate(types) if t == _CONTROL and tokens[i] in _END_OF_TURN}
+    found |= {
+        i
+        for i, (token, t) in enumerate(zip(tokens, types, strict=False))
+        if t == _CONTROL and token in _END_OF_TURN
+    }
     return frozenset(int(i) for i in found if i is not None)
 
 

@@ -7,10 +7,12 @@ takes them one at a time in any order, so that the host holds little more than t
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -210,24 +212,41 @@ def build_model(
     return Model(static, layers, ends, digest)
 
 
-def load_pretrained(path: str, dtype: Any = "auto", *, context_length: int | None = None) -> Model:
-    """Loads a model.
+@dataclass(frozen=True)
+class Description:
+    """What can be known of a model without its weights: shape, dtype, stored parameters."""
 
-    Args:
-        path: "demo" (the bundled model), a .gguf file, or a Hugging Face folder.
-        dtype: "auto" (the checkpoint's on an accelerator, float32 on a CPU) or one of `DTYPES`.
-        context_length: longest context that will be used; lets a model with sliding windows load if
-            they cover it, and then bounds `config.max_positions`.
+    config: ModelConfig
+    dtype: np.dtype[Any]
+    parameters: int
+
+
+def describe_pretrained(
+    path: str, dtype: Any = "auto", *, context_length: int | None = None
+) -> Description:
+    """What `load_pretrained` with these arguments would load; reads no weights.
 
     Raises:
-        ValueError: nothing there, an incomplete or damaged folder, or a model that is not
-            supported, with what was expected and what was found.
-        NotImplementedError: see `parse_config`.
+        ValueError, NotImplementedError: as `load_pretrained`.
     """
     if path == "demo" or path.endswith(".gguf"):
         from kvdrive_jax.models import gguf
+        from kvdrive_jax.models.gguf_file import open_gguf
 
-        return gguf.load_gguf(gguf.demo_path() if path == "demo" else path, dtype)
+        file = open_gguf(gguf.demo_path() if path == "demo" else path)
+        config, kind = gguf.gguf_config(file, context_length=context_length), resolve_dtype(dtype)
+    else:
+        config, located = _open_folder(path, context_length)
+        kind = resolve_dtype(dtype, folders.stored_dtype(located))
+        if "lm_head.weight" not in located and not config.tied_embeddings:
+            config = dataclasses.replace(config, tied_embeddings=True)
+    _, layer, ends = define(config, kind)
+    sizes = [math.prod(leaf.shape) for leaf in (*layer * config.num_layers, *ends)]
+    return Description(config, kind, sum(sizes))
+
+
+def _open_folder(path: str, context_length: int | None) -> tuple[ModelConfig, dict[str, Any]]:
+    """Configuration of a Hugging Face folder, and where its tensors are; names are checked."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"model: expected 'demo', a .gguf file or a model folder, got {path!r}")
@@ -237,10 +256,45 @@ def load_pretrained(path: str, dtype: Any = "auto", *, context_length: int | Non
     config = parse_config(raw, generation, context_length=context_length)
     located = folders.read_shards(folder)
     check_names(config, located, source=path)
+    return config, located
+
+
+def load_pretrained(
+    path: str,
+    dtype: Any = "auto",
+    *,
+    context_length: int | None = None,
+    cache_dir: str | None = None,
+) -> Model:
+    """Loads a model.
+
+    Args:
+        path: "demo" (the bundled model), a .gguf file, or a Hugging Face folder.
+        dtype: "auto" (the checkpoint's on an accelerator, float32 on a CPU) or one of `DTYPES`.
+        context_length: longest context that will be used; lets a model with sliding windows load if
+            they cover it, and then bounds `config.max_positions`.
+        cache_dir: where the converted weights of a GGUF file are kept for the next start (None:
+            nowhere). Folders need no conversion.
+
+    Raises:
+        ValueError: nothing there, an incomplete or damaged folder, or a model that is not
+            supported, with what was expected and what was found.
+        NotImplementedError: see `parse_config`.
+    """
+    if path == "demo" or path.endswith(".gguf"):
+        from kvdrive_jax.models import gguf
+
+        return gguf.load_gguf(
+            gguf.demo_path() if path == "demo" else path,
+            dtype,
+            context_length=context_length,
+            cache_dir=cache_dir,
+        )
+    config, located = _open_folder(path, context_length)
     return build_model(
         config,
         folders.stream(located),
         resolve_dtype(dtype, folders.stored_dtype(located)),
         source=path,
-        digest=folders.digest(folder, located),
+        digest=folders.digest(Path(path), located),
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -140,7 +141,7 @@ def clear_row(directory: Directory, row: jax.Array | int) -> Directory:
 
 def _eviction_order(chunk_of_slot: jax.Array, priority: jax.Array, free: jax.Array) -> jax.Array:
     """[B, K, S] float32: the largest is evicted first, -inf never."""
-    bound = jnp.finfo(jnp.float32).max
+    bound = float(np.finfo(np.float32).max)
     order = -jnp.clip(priority, -bound, bound)
     order = jnp.where(order == 0, 0.0, order)  # -0.0 and 0.0 must tie
     order = jnp.where(chunk_of_slot < 0, jnp.inf, order)
