@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,7 +61,7 @@ def run_batch(
     report: RunReport,
     *,
     quiet: bool,
-) -> Iterator[StreamEvent]:
+) -> Generator[StreamEvent, None, None]:
     """Events of one batch. Whatever ends it, everything it held is given back.
 
     Sessions that have not ended when the iterator is closed or interrupted end as ``cancelled``.
@@ -109,25 +110,24 @@ class _Batch:
         """All prompts through all layers; logits [B, V] after each prompt's last token."""
         start = time.perf_counter()
         index_before = self.report.index_s
-        layers = self.tools.model.config.num_layers
         tokens = int(self.rows.length.sum())
-        progress = Progress("prefill", tokens * layers, "token layers", quiet=self.quiet)
+        progress = Progress("prefill", tokens, "tokens", quiet=self.quiet)
         logits = []
         done = 0
         for row, session in enumerate(self.sessions):
             logits.append(self._prefill_row(row, session, progress, done))
-            done += len(session.prompt_ids) * layers
+            done += len(session.prompt_ids)
         self.method.finish_prefill()
         out = jnp.concatenate(logits)
         out.block_until_ready()
         elapsed = time.perf_counter() - start
         self.report.prefill_s += elapsed - (self.report.index_s - index_before)
-        progress.finish(f"prefill {tokens:,} tokens in {elapsed:.1f} s, {tokens / elapsed:,.0f} tokens/s")
+        progress.finish(
+            f"prefill {tokens:,} tokens in {elapsed:.1f} s, {tokens / elapsed:,.0f} tokens/s"
+        )
         return out
 
-    def _prefill_row(
-        self, row: int, session: Session, progress: Progress, done: int
-    ) -> jax.Array:
+    def _prefill_row(self, row: int, session: Session, progress: Progress, done: int) -> jax.Array:
         model, method = self.tools.model, self.method
         length = len(session.prompt_ids)
         padded = np.zeros(self.plan.shape.prompt_capacity, np.int32)
@@ -153,17 +153,22 @@ class _Batch:
             before = time.perf_counter()
             method.absorb(row, layer, prompt)
             self.report.index_s += time.perf_counter() - before
-            progress.update(done + length * (layer + 1))
+            progress.update(done + length * (layer + 1) // len(model.layers))
         logits: jax.Array = last_logits(model.static, model.ends, hidden, tokens)
         return logits
 
     # Decode
 
-    def decode(self, logits: jax.Array, sampling: SamplingConfig) -> Iterator[StreamEvent]:
+    def decode(
+        self, logits: jax.Array, sampling: SamplingConfig
+    ) -> Generator[StreamEvent, None, None]:
         """Tokens until every session has ended."""
         sessions, rows, report = self.sessions, self.rows, self.report
         numbers = int32(np.array([session.number for session in sessions]))
-        progress = Progress("decode", self.plan.shape.max_new_tokens, "steps", quiet=self.quiet)
+        # Text that streams to a terminal is progress enough, and a line that rewrites itself would
+        # erase it.
+        quiet = self.quiet or sys.stdout.isatty()
+        progress = Progress("decode", self.plan.shape.max_new_tokens, "steps", quiet=quiet)
         start = time.perf_counter()
         step = 0
         while True:
@@ -202,7 +207,9 @@ class _Batch:
             if not finite[row]:
                 dtype = self.tools.model.dtype.name
                 events.append(
-                    self._end(row, "error", f"logits are not finite in {dtype}: try another --dtype")
+                    self._end(
+                        row, "error", f"logits are not finite in {dtype}: try another --dtype"
+                    )
                 )
                 continue
             text = session.accept(int(tokens[row]))

@@ -13,9 +13,7 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
-
-from typing import Literal
+from typing import Any, Literal, get_args
 
 GroupRule = Literal["softmax-sum", "softmax-max", "max", "mean"]
 MethodName = Literal["kvdrive", "full"]
@@ -206,7 +204,9 @@ class TierConfig:
                 "a size of at least 0 bytes",
                 value,
             )
-        _require(_positive_int(self.extent_bytes), "extent_bytes", "a positive size", 0)
+        _require(
+            _positive_int(self.extent_bytes), "extent_bytes", "a positive size", self.extent_bytes
+        )
         if self.ssd_budget and self.ssd_dir is None:
             raise ValueError("ssd_budget needs ssd_dir: say where the SSD tier may write")
 

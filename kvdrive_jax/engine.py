@@ -7,7 +7,7 @@ batch every session is prefilled in turn, then all are decoded together until th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, overload
 
@@ -49,9 +49,7 @@ class Engine:
         self.context_length = check_context(self.config, model.config.max_positions)
         self._quiet = quiet
         self._closed = False
-        self._ledger = Ledger(
-            hbm=self.budgets.hbm, dram=self.budgets.dram, ssd=self.budgets.ssd
-        )
+        self._ledger = Ledger(hbm=self.budgets.hbm, dram=self.budgets.dram, ssd=self.budgets.ssd)
         self._ledger.reserve("hbm", "weights", model.nbytes)
         self._report: RunReport | None = None
 
@@ -95,7 +93,9 @@ class Engine:
 
     # Asking
 
-    def encode(self, prompt: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
+    def encode(
+        self, prompt: str, *, chat: bool | None = None, system: str | None = None
+    ) -> list[int]:
         """Token ids of a prompt.
 
         chat: through the model's template (None: if it has one). Raises ValueError for an empty
@@ -172,7 +172,9 @@ class Engine:
     def generate(self, prompts: str, **options: Any) -> Generation: ...
     @overload
     def generate(self, prompts: Sequence[str], **options: Any) -> list[Generation]: ...
-    def generate(self, prompts: str | Sequence[str], **options: Any) -> Generation | list[Generation]:
+    def generate(
+        self, prompts: str | Sequence[str], **options: Any
+    ) -> Generation | list[Generation]:
         """Generate for one prompt or several; options as for ``stream``."""
         done: dict[int, Generation] = {}
         for event in self.stream(prompts, **options):
@@ -191,7 +193,7 @@ class Engine:
         ignore_eos: bool = False,
         chat: bool | None = None,
         system: str | None = None,
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent, None, None]:
         """Text as it is made, one event after another; the last of a session has its Generation.
 
         Everything that can be refused is refused here, before any work: ValueError for an empty
@@ -216,7 +218,7 @@ class Engine:
         sampling: SamplingConfig | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent, None, None]:
         """``stream`` for prompts that are token ids already."""
         if self._closed:
             raise RuntimeError("the engine is closed")
@@ -250,7 +252,7 @@ class Engine:
         plans: list[Plan],
         start: Callable[[int], Session],
         sampling: SamplingConfig,
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent, None, None]:
         report = self._report = RunReport()
         tools = Tools(
             model=self.model,
@@ -294,4 +296,3 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-

@@ -27,6 +27,7 @@ from kvdrive_jax.tiers.pages import PageGeometry
 from kvdrive_jax.tiers.placement import (
     SessionPlan,
     SessionSize,
+    plan_session,
     plan_sessions,
     staging_needs,
 )
@@ -83,9 +84,8 @@ def resolve_budgets(tiers: TierConfig) -> Budgets:
                 f"ssd_dir must be an existing directory, got {tiers.ssd_dir!r}: create it, or "
                 "give another one"
             )
-        ssd = tiers.ssd_budget
-        if ssd is None:
-            ssd = shutil.disk_usage(tiers.ssd_dir).free * 9 // 10
+        free = shutil.disk_usage(tiers.ssd_dir).free * 9 // 10
+        ssd = free if tiers.ssd_budget is None else tiers.ssd_budget
     return Budgets(hbm=hbm, dram=dram, ssd=ssd)
 
 
@@ -143,8 +143,19 @@ class Plan:
                 )
                 raise BudgetError(
                     f"the plan needs {used:,} bytes of {tier.upper()} ({parts}), the budget is "
-                    f"{budget:,}: {_advice(tier, self.method, self.resident)}"
+                    f"{budget:,}: {self._advice(tier)}"
                 )
+
+    def _advice(self, tier: Tier) -> str:
+        if tier == "hbm":
+            if self.method == "full":
+                return "raise --hbm-budget, shorten the prompt, or use --method kvdrive"
+            return "raise --hbm-budget, or lower --window, --budget, --batch-size or the context"
+        if tier == "dram":
+            if self.budgets.ssd:
+                return "raise --dram-budget, or lower --budget, --batch-size or the context"
+            return "raise --dram-budget, or give --ssd-dir"
+        return "raise --ssd-budget, or give an --ssd-dir with more space"
 
     def table(self) -> str:
         """The plan for people: every account, the sums and the budgets, and whether it fits."""
@@ -172,23 +183,13 @@ class Plan:
                 if line.tier == tier and line.nbytes
             ]
             if used > budget:
-                rows.append(f"      change: {_advice(tier, self.method, self.resident)}")
+                rows.append(f"      change: {self._advice(tier)}")
         return "\n".join(head + rows)
 
 
 def _spread(values: Sequence[int]) -> str:
     low, high = min(values), max(values)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
-def _advice(tier: Tier, method: str, resident: bool) -> str:
-    if tier == "hbm":
-        if method == "full":
-            return "raise --hbm-budget, shorten the prompt, or use --method kvdrive"
-        return "raise --hbm-budget, or lower --window, --budget, --batch-size or the context"
-    if tier == "dram":
-        return "raise --dram-budget, or give --ssd-dir"
-    return "raise --ssd-budget, or give an --ssd-dir with more space"
 
 
 def plan_batch(
@@ -204,9 +205,8 @@ def plan_batch(
     """The plan for one batch of prompts.
 
     dtype: of weights and KV; parameters: stored parameters. Works without
-    weights. Raises ValueError for a budget above the context length, BudgetError when DRAM cannot
-    hold the pages and there is no SSD; a plan that merely does not fit is returned, see
-    ``Plan.require``.
+    weights. Raises ValueError for a budget above the context length. A plan that does not fit is
+    returned, see ``Plan.require``.
     """
     context = config.context_length or model.max_positions
     shape = batch_shape(config.retrieval, prompt_tokens, max_new_tokens, context)
@@ -313,16 +313,12 @@ def _plan_kvdrive(
         dtype=dtype,
     )
     pairs = shape.batch * model.num_layers * model.num_kv_heads
-    clusters = form.cluster_capacity(
-        shape.chunk_capacity, shape.flush_events, shape.flush_chunks
-    )
+    clusters = form.cluster_capacity(shape.chunk_capacity, shape.flush_events, shape.flush_chunks)
     index = model.num_layers * form.nbytes(
         shape.batch, model.num_kv_heads, model.head_dim, shape.chunk_capacity, clusters
     )
     near = pairs * shape.near_capacity * 2 * model.head_dim * dtype.itemsize
-    flush = (
-        shape.batch * model.num_kv_heads * shape.flush_chunks * geometry.page_bytes
-    )
+    flush = shape.batch * model.num_kv_heads * shape.flush_chunks * geometry.page_bytes
     fetched = shape.batch * model.num_kv_heads * shape.selected * geometry.page_bytes
     base = [
         *base,
@@ -356,18 +352,7 @@ def _plan_kvdrive(
     sessions: list[SessionPlan] = []
     if not resident:
         ring = STAGING_BUFFERS * fetched
-        sessions = plan_sessions(
-            geometry,
-            [
-                SessionSize(chunks, prompt)
-                for chunks, prompt in zip(shape.row_chunks, shape.prompt_chunks, strict=True)
-            ],
-            dram_bytes=budgets.dram - ring,
-            ssd=tiers.ssd_dir is not None,
-            extent_bytes=tiers.extent_bytes,
-            piece_chunks=shape.flush_chunks,
-            workers=WORKERS,
-        )
+        sessions = _sessions(geometry, shape, tiers, budgets.dram - ring)
         staging = ring + sum(staging_needs(sessions, WORKERS).values())
         lines += [
             Line(tier="dram", name="staging", nbytes=staging),
@@ -386,3 +371,44 @@ def _plan_kvdrive(
         cluster_capacity=clusters,
         form=form,
     )
+
+
+def _sessions(
+    geometry: PageGeometry, shape: BatchShape, tiers: TierConfig, dram_bytes: int
+) -> list[SessionPlan]:
+    """What each session takes in DRAM and on SSD.
+
+    Where that cannot fit, the least it would take, so that the plan can say how much is missing.
+    """
+    ssd = tiers.ssd_dir is not None
+    try:
+        return plan_sessions(
+            geometry,
+            [
+                SessionSize(chunks, prompt)
+                for chunks, prompt in zip(shape.row_chunks, shape.prompt_chunks, strict=True)
+            ],
+            dram_bytes=max(0, dram_bytes),
+            ssd=ssd,
+            extent_bytes=tiers.extent_bytes,
+            piece_chunks=shape.flush_chunks,
+            workers=WORKERS,
+        )
+    except BudgetError:
+
+        def session(row: int, share: int | None) -> SessionPlan:
+            return plan_session(
+                geometry,
+                chunk_capacity=shape.row_chunks[row],
+                dram_bytes=share,
+                ssd=ssd,
+                extent_bytes=tiers.extent_bytes,
+                prompt_chunks=shape.prompt_chunks[row],
+                piece_chunks=shape.flush_chunks,
+            )
+
+        whole = [session(row, None) for row in range(shape.batch)]
+        if not ssd:
+            return whole
+        # No page in DRAM, only the maps of what is on SSD.
+        return [session(row, 2 * plan.map_bytes) for row, plan in enumerate(whole)]

@@ -26,8 +26,10 @@ class RunReport:
 
     def to_dict(self, ledger: Ledger) -> dict[str, Any]:
         """Nested plain values."""
-        stages: dict[str, float] = dict(self.clock.snapshot())
-        stages["other"] = max(0.0, self.decode_s - sum(stages.values()))
+        measured = self.clock.snapshot()
+        other = max(0.0, self.decode_s - sum(measured.values()))
+        stages: dict[str, float] = {str(stage): s for stage, s in measured.items()}
+        stages["other"] = other
         rate = self.decode_tokens / self.decode_s if self.decode_s > 0 else None
         return {
             "sessions": [session.stats() for session in self.sessions],

@@ -75,9 +75,7 @@ def batch_shape(
     near_capacity = retrieval.sink + retrieval.local + retrieval.flush_tokens + chunk
 
     def chunks_of(tokens: int) -> int:
-        return chunk_count(
-            tokens, sink=retrieval.sink, local=retrieval.local, chunk_size=chunk
-        )
+        return chunk_count(tokens, sink=retrieval.sink, local=retrieval.local, chunk_size=chunk)
 
     row_chunks = tuple(chunks_of(tokens + max_new_tokens) for tokens in prompt_tokens)
     chunk_capacity = bucket(max(max(row_chunks), 1), 64)

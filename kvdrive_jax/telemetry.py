@@ -158,9 +158,8 @@ class Progress:
         self._shown = self._start
         self._terminal = self._file.isatty()
         self._every = 0.2 if self._terminal else 5.0
-        self._dirty = False
 
-    def update(self, done: int, note: str = "") -> None:
+    def update(self, done: int) -> None:
         """Show that ``done`` of the total units are finished."""
         now = time.perf_counter()
         if self._quiet or now - self._shown < self._every:
@@ -169,9 +168,8 @@ class Progress:
         rate = done / max(now - self._start, 1e-9)
         left = (self._total - done) / rate if rate > 0 else float("inf")
         eta = f", {left:.0f} s left" if left < 1e6 else ""
-        self._write(
-            f"{self._label} {100 * done / self._total:3.0f} %, {rate:,.0f} {self._unit}/s{eta}{note}"
-        )
+        share = 100 * done / self._total
+        self._write(f"{self._label} {share:3.0f} %, {rate:,.0f} {self._unit}/s{eta}")
 
     def finish(self, line: str) -> None:
         """Replace the progress line with ``line``."""

@@ -65,7 +65,7 @@ class BatchMethod(ABC):
         Returns when the device has done its part. What then goes to the host goes in ``settle``.
         """
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027  doing nothing is a fine answer
         """Hand over what ``absorb`` left; called when the device is busy with the next layer."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class BatchMethod(ABC):
         hidden = self.layers(hidden)
         return token_logits(model.static, model.ends, hidden)
 
-    def retire(self, row: int) -> None:
+    def retire(self, row: int) -> None:  # noqa: B027  doing nothing is a fine answer
         """The session of ``row`` has ended: give back what it held."""
 
     @abstractmethod

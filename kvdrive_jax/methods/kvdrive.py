@@ -323,9 +323,7 @@ class KVDrive(BatchMethod):
         place[open_rows] = np.arange(len(open_rows))
         sessions = [s for s in self._sessions if s is not None]
         try:
-            self._store.fetch(
-                layer, sessions, place[row], head.astype(np.int32), chunks, pages
-            )
+            self._store.fetch(layer, sessions, place[row], head.astype(np.int32), chunks, pages)
         except PageError as error:
             # The pages of all other sessions are there; this one's are never used again.
             self.failed[int(error.session)] = str(error)

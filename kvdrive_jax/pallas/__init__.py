@@ -1,1 +1,1 @@
-"""Kernels: one folder each, with the XLA specification in ``reference`` and the choice in ``api``."""
+"""Kernels: one folder each, the XLA specification in ``reference``, the choice in ``api``."""

@@ -74,7 +74,7 @@ def prefill_layer(
     """
     config = model_def.config
     layer = model_def.merge_layer(leaves)
-    tokens, width = hidden.shape
+    tokens = hidden.shape[0]
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     block_q, block_k = min(BLOCK_Q, tokens), min(BLOCK_K, tokens)
     blocks = (length + block_q - 1) // block_q
@@ -94,9 +94,7 @@ def prefill_layer(
         seen = parts.q_observed.at[row].set(q, mode="drop")
         return x, q, PromptLayer(k_all, v_all, seen)
 
-    def finish(
-        index: jax.Array, x: jax.Array, attended: jax.Array, hidden: jax.Array
-    ) -> jax.Array:
+    def finish(index: jax.Array, x: jax.Array, attended: jax.Array, hidden: jax.Array) -> jax.Array:
         y = layer.after_attention(x, attended.astype(x.dtype))
         return lax.dynamic_update_slice_in_dim(hidden, y, index * block_q, axis=0)
 

@@ -84,7 +84,7 @@ def _attend(
     window: jax.Array,
     slots: jax.Array,
 ) -> jax.Array:
-    """Attention over sink, the pages in ``slots`` [B, K, P] and local; then the rest of the layer."""
+    """Attention over sink, the pages in ``slots`` [B, K, P] and local, then feed-forward."""
     batch, kv_heads, count = slots.shape
     dim = window.shape[-1]
     rows = jnp.arange(batch)[:, None, None]
@@ -152,9 +152,7 @@ def compute_stage(
     window: jax.Array,
 ) -> jax.Array:
     """Attention over sink, selection and local, then the feed-forward part: hidden [B, E]."""
-    return _attend(
-        spec, leaves, hidden, selected.q, step, near, window, selected.slots
-    )
+    return _attend(spec, leaves, hidden, selected.q, step, near, window, selected.slots)
 
 
 @partial(jax.jit, static_argnames="spec", donate_argnames="near")

@@ -24,7 +24,7 @@ class Partial(NamedTuple):
     """
 
     o: jax.Array
-    l: jax.Array  # noqa: E741  the letter of the literature
+    l: jax.Array
     m: jax.Array
 
 
@@ -41,7 +41,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> Partia
     mask = valid[:, :, None, :]
     m = jnp.max(jnp.where(mask, logits, MASKED), axis=-1)
     weights = jnp.where(mask, jnp.exp(logits - m[..., None]), 0.0)
-    o = jnp.einsum("bkgt,bktd->bkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    o = jnp.einsum(
+        "bkgt,bktd->bkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
     return Partial(
         o.reshape(batch, heads, dim),
         weights.sum(axis=-1).reshape(batch, heads),
@@ -59,7 +61,7 @@ def combine(*partials: Partial) -> jax.Array:
         m = jnp.maximum(m, part.m)
     scales = [jnp.exp(part.m - m) for part in partials]
     o = sum(part.o * s[..., None] for part, s in zip(partials, scales, strict=True))
-    l = sum(part.l * s for part, s in zip(partials, scales, strict=True))  # noqa: E741
+    l = sum(part.l * s for part, s in zip(partials, scales, strict=True))
     return o / jnp.maximum(l, 1e-37)[..., None]
 
 
