@@ -77,14 +77,14 @@ class Comparison:
 
     def __init__(self, options: argparse.Namespace, folder: str, in_process: bool) -> None:
         from kvdrive_jax.models.tokenizer import Tokenizer
-        from kvdrive_jax.models.weights import load_pretrained
+        from kvdrive_jax.models.weights import describe_pretrained
 
         self.options, self.folder = options, folder
         self.kind = Local if in_process else Worker
         self.sides = options.sides.split(",")
         if THEIRS not in self.sides or not set(self.sides) <= set(SIDES):
             raise ValueError(f"sides must be some of {', '.join(SIDES)}, got {options.sides!r}")
-        self.config = load_pretrained(options.model, "float32").config
+        self.config = describe_pretrained(options.model, "float32").config
         longest = max([*options.contexts, options.prefill_tokens, options.check_tokens])
         self.text = filler_tokens(Tokenizer.from_pretrained(options.model).encode, longest)
 
@@ -119,9 +119,7 @@ class Comparison:
         if len(ids) + 8 > self.options.budget:
             raise ValueError("check_tokens must leave room for 8 more tokens inside the budget")
         with ExitStack() as stack:
-            workers = {
-                side: stack.enter_context(self.start(side, len(ids))) for side in self.sides
-            }
+            workers = {side: stack.enter_context(self.start(side, len(ids))) for side in self.sides}
             worst = {}
             for side in self.sides:
                 if side == THEIRS:

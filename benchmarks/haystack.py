@@ -70,9 +70,7 @@ def needle_prompt(
     Raises ValueError when the needle and the question alone are longer.
     """
     needle = f"The special magic number for {place} is {number}. Remember it."
-    question = (
-        f"What is the special magic number for {place}? Answer with the number only."
-    )
+    question = f"What is the special magic number for {place}? Answer with the number only."
     prose = list(islice(sentences(seed), tokens // 4 + 1))
 
     def prompt(count: int) -> list[int]:
@@ -89,5 +87,7 @@ def needle_prompt(
             high = middle - 1
     ids = prompt(low)
     if len(ids) > tokens:
-        raise ValueError(f"tokens must be at least {len(ids)} for needle and question, got {tokens}")
+        raise ValueError(
+            f"tokens must be at least {len(ids)} for needle and question, got {tokens}"
+        )
     return ids

@@ -164,6 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     for engine in engines.values():
         engine.close()
+    configs = {name: engine.config.to_dict() for name, engine in engines.items()}
+    for config in configs.values():  # whether there was an SSD tier, not where
+        config["tiers"]["ssd_dir"] = config["tiers"]["ssd_dir"] and "given"
     print(f"\n{summary(runs, list(engines), options.contexts)}")
     hits = {name: sum(r["hit"] for r in runs if r["method"] == name) for name in engines}
     write_result(
@@ -171,14 +174,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         {
             "benchmark": "needle",
             "environment": record,
-            "model": options.model,
+            "model": Path(options.model).name,
             "shape": model_shape(model.config),
             "settings": {
                 "contexts": options.contexts,
                 "depths": options.depths,
                 "new_tokens": options.new_tokens,
                 "seed": options.seed,
-                "configs": {name: engine.config.to_dict() for name, engine in engines.items()},
+                "configs": configs,
             },
             "hits": hits,
             "of": len(options.contexts) * len(options.depths),
@@ -192,11 +195,7 @@ def summary(runs: list[dict[str, Any]], methods: list[str], contexts: list[int])
     """Hits per method and context, and in all."""
 
     def cell(method: str, context: int | None) -> str:
-        here = [
-            r["hit"]
-            for r in runs
-            if r["method"] == method and context in (None, r["context"])
-        ]
+        here = [r["hit"] for r in runs if r["method"] == method and context in (None, r["context"])]
         return f"{sum(here)}/{len(here)}"
 
     def mean(method: str, field: str) -> float | None:

@@ -59,15 +59,15 @@ class _SharedPrefill:
         inputs = (id(leaves), hidden.shape, int(length), np.asarray(inv_freq).tobytes(), options)
         self._calls += 1
         if self._calls <= layers:
-            hidden, prompt = self._real(
-                static, leaves, hidden, length, inv_freq, factor, **options
-            )
+            hidden, prompt = self._real(static, leaves, hidden, length, inv_freq, factor, **options)
             self._inputs.append(inputs)
             self._layers.append(prompt)
             self._last = hidden
             return hidden, prompt
         if inputs != self._inputs[layer]:
-            raise RuntimeError(f"shared prefill: layer {layer} is asked for another prompt or model")
+            raise RuntimeError(
+                f"shared prefill: layer {layer} is asked for another prompt or model"
+            )
         assert self._last is not None
         return (self._last if layer == layers - 1 else hidden), self._layers[layer]
 

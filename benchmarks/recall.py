@@ -89,11 +89,7 @@ def layers(model: Model, ids: list[int], observed: int) -> Iterator[PromptLayer]
 
 @partial(jax.jit, static_argnames="n_chunks")
 def indexed(keys: jax.Array, n_chunks: int) -> tuple[ClusterIndex, jax.Array]:
-    """Clusters of one layer's keys [K, T, D], and its bf16 means of 8 tokens [K, N / 2, D].
-
-    Compiled apart from their use: XLA's CPU backend, as of jax 0.11.2, makes NaN of a mean that is
-    broadcast over a batch and multiplied in the same program.
-    """
+    """Clusters of one layer's keys [K, T, D], and its bf16 means of 8 tokens [K, N / 2, D]."""
     fours, eights = (
         split_into_chunks(keys, sink=SINK, chunk_size=size, chunk_capacity=n_chunks * 4 // size)
         for size in (4, 8)
@@ -135,24 +131,28 @@ def covered(
     near = (1.0 - region.sum(-1)).reshape(width, heads)
     after = mass[..., prompt:].sum(-1).reshape(width, heads)
 
+    # Not by broadcasting the index over positions: XLA on CPU (to jax 0.11.2 at least) miscompiles
+    # a batched matmul of a broadcast operand next to a reduction.
+    def logits_of(vectors: jax.Array) -> jax.Array:
+        return jax.vmap(lambda one: cluster_logits(vectors[None], one[None])[0])(queries)
+
     def spread(array: jax.Array) -> jax.Array:
         return jnp.broadcast_to(array, (width, *array.shape))
 
     by_size = {size: _by_chunk(region, size) for size in (4, 8)}
-    means = spread(means)
-    cluster = cluster_logits(spread(piece.centroids), queries)
+    logits_by_form = {"clusters": logits_of(piece.centroids), "means": logits_of(means)}
     results = {}
     for name, (form, rule, weighted) in RANKINGS.items():
         size = 8 if form == "means" else 4
         if form == "oracle":
             scores = by_size[4].sum(axis=2)
         elif form == "means":
-            every = jnp.ones((width, *means.shape[1:3]), bool)
-            scores = combine_group(cluster_logits(means, queries), every, rule)  # type: ignore[arg-type]
+            every = jnp.ones((width, *means.shape[:2]), bool)
+            scores = combine_group(logits_by_form[form], every, rule)  # type: ignore[arg-type]
         else:
             sizes = spread(piece.sizes)
             counts = sizes if weighted else None
-            scores = combine_group(cluster, sizes > 0, rule, counts)  # type: ignore[arg-type]
+            scores = combine_group(logits_by_form[form], sizes > 0, rule, counts)  # type: ignore[arg-type]
             scores = jnp.take_along_axis(scores, spread(piece.cluster_of_chunk), axis=-1)
         count = jnp.full((width,), by_size[size].shape[-1])
         ids = select(scores, count, most // size)[:, :, None]

@@ -57,7 +57,12 @@ class Ours(Memory):
         memory = 2**40  # limits are not what is measured: what does not fit shows as peak memory
         tiers = {"hbm_budget": memory, "dram_budget": memory}
         settings = config_from_dict(
-            {"dtype": "float32", "batch_size": 1, **config, "tiers": tiers | config.get("tiers", {})}
+            {
+                "dtype": "float32",
+                "batch_size": 1,
+                **config,
+                "tiers": tiers | config.get("tiers", {}),
+            }
         )
         tokenizer: Any = OneLetterTokenizer()
         self._engine = Engine(loaded, tokenizer, settings)
@@ -127,7 +132,9 @@ class Theirs(Memory):
     def __init__(self, folder: str, threads: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         torch.set_num_threads(threads)
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(

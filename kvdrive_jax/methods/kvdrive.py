@@ -20,6 +20,7 @@ import numpy as np
 
 from kvdrive_jax.index.clusters import ClusterIndex
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
+from kvdrive_jax.pipeline.fetcher import Fetcher
 from kvdrive_jax.pipeline.indexing import (
     PromptParts,
     insert_resident,
@@ -39,11 +40,9 @@ from kvdrive_jax.pipeline.stages import (
     grow_resident,
     resident_layer,
     select_stage,
-    write_stage,
 )
-from kvdrive_jax.plan import STAGING_BUFFERS, WORKERS, Plan
+from kvdrive_jax.plan import WORKERS, Plan
 from kvdrive_jax.tiers.pages import PageError, PageGeometry
-from kvdrive_jax.tiers.staging import StagingRing
 from kvdrive_jax.tiers.store import PageStore, SessionPages
 from kvdrive_jax.window.directory import Directory, empty_directory
 
@@ -80,7 +79,7 @@ class KVDrive(BatchMethod):
         self._n_chunks = np.zeros(shape.batch, np.int64)
         self._store: PageStore | None = None
         self._sessions: list[SessionPages | None] = [None] * shape.batch
-        self._ring: StagingRing | None = None
+        self._fetcher: Fetcher | None = None
         self._pending: list[tuple[int, int, PromptParts]] = []
         self._reserved: list[str] = []
         self._near: list[Near] = []
@@ -127,8 +126,7 @@ class KVDrive(BatchMethod):
             geometry, tools.config.tiers, tools.ledger, tools.traffic, workers=WORKERS
         )
         most = self._spec.selected * plan.shape.batch * geometry.kv_heads
-        self._ring = StagingRing(STAGING_BUFFERS, most, geometry, tools.ledger)
-        self._fetch_sizes = fetch_sizes(most)
+        self._fetcher = Fetcher(self._store, geometry, most, tools.ledger, tools.traffic)
         for row, session in enumerate(plan.sessions):
             self._sessions[row] = self._store.open(
                 session.chunk_capacity,
@@ -159,12 +157,12 @@ class KVDrive(BatchMethod):
         )
         if self.plan.resident:
             self._window[layer] = insert_resident(self._window[layer], at, parts.pages)
-            return
-        self._window[layer], self._directory[layer] = warm_window(
-            self._window[layer], self._directory[layer], at, parts, count
-        )
-        jax.block_until_ready((parts, self._window[layer]))
-        self._pending.append((row, layer, parts))
+        else:
+            self._window[layer], self._directory[layer] = warm_window(
+                self._window[layer], self._directory[layer], at, parts, count
+            )
+            self._pending.append((row, layer, parts))
+        jax.block_until_ready((parts, self._window[layer], self._index[layer]))
 
     def settle(self) -> None:
         for row, layer, parts in self._pending:
@@ -184,8 +182,8 @@ class KVDrive(BatchMethod):
     def finish_prefill(self) -> None:
         self.settle()
         self._wait_for_store()
-        if self._store is not None:
-            self._compile_transfers()
+        if self._fetcher is not None:
+            self._window[0] = self._fetcher.compile(self._window[0])
 
     @contextmanager
     def _contained(self, row: int) -> Iterator[None]:
@@ -200,15 +198,6 @@ class KVDrive(BatchMethod):
             if session is not None and row not in self.failed:
                 with self._contained(row):
                     session.wait()
-
-    def _compile_transfers(self) -> None:
-        """Compile the write of every transfer size now, not when a step first needs it."""
-        geometry = page_geometry(self.tools)
-        nowhere = self._window[0].size
-        for size in self._fetch_sizes:
-            pages = np.zeros((size, *geometry.page_shape), geometry.dtype)
-            target = np.full(size, nowhere, np.int32)
-            self._window[0] = write_stage(self._window[0], jnp.asarray(pages), target)
 
     # Decode
 
@@ -274,59 +263,17 @@ class KVDrive(BatchMethod):
         return selected
 
     def fetch(self, layer: int, selected: Selected) -> None:
+        assert self._fetcher is not None
         with self.tools.clock.measure("fetch"):
-            missing: np.ndarray[Any, Any] = np.asarray(selected.missing)
-            chunks, slots = missing[0].reshape(-1), missing[1].reshape(-1)
-            at = np.flatnonzero(chunks >= 0)
-            if at.size:
-                self._bring(layer, at, chunks[at], slots[at])
-
-    def _bring(
-        self,
-        layer: int,
-        at: np.ndarray[Any, Any],
-        chunks: np.ndarray[Any, Any],
-        slots: np.ndarray[Any, Any],
-    ) -> None:
-        """Pages of missing chunks into their slots; ``at`` is flat over [B, K, P]."""
-        assert self._ring is not None
-        window = self._window[layer]
-        batch, kv_heads, capacity = window.shape[:3]
-        owner = at // self._spec.selected
-        row, head = owner // kv_heads, owner % kv_heads
-        size = next(size for size in self._fetch_sizes if size >= at.size)
-        staging = self._ring.acquire()
-        pages = staging.buffer[:size]
-        self._read(layer, row, head, chunks, pages)
-        target = np.full(size, batch * kv_heads * capacity, np.int32)
-        target[: at.size] = owner * capacity + slots
-        self._window[layer] = write_stage(window, jnp.asarray(pages), target)
-        self.tools.traffic.add("dram_to_hbm", at.size * pages[0].nbytes)
-        for session, missed in enumerate(np.bincount(row, minlength=batch)):
-            self.rows.counts[session].missed_chunks += int(missed)
-        # The buffer may be read until the pages are in their slots.
-        self._window[layer].block_until_ready()
-        self._ring.release(staging)
-
-    def _read(
-        self,
-        layer: int,
-        row: np.ndarray[Any, Any],
-        head: np.ndarray[Any, Any],
-        chunks: np.ndarray[Any, Any],
-        pages: np.ndarray[Any, Any],
-    ) -> None:
-        """Pages from the store; a session whose pages cannot be read fails alone."""
-        assert self._store is not None
-        open_rows = [i for i, session in enumerate(self._sessions) if session is not None]
-        place = np.zeros(len(self._sessions), np.int32)
-        place[open_rows] = np.arange(len(open_rows))
-        sessions = [s for s in self._sessions if s is not None]
-        try:
-            self._store.fetch(layer, sessions, place[row], head.astype(np.int32), chunks, pages)
-        except PageError as error:
-            # The pages of all other sessions are there; this one's are never used again.
-            self.failed[int(error.session)] = str(error)
+            self._window[layer], failure = self._fetcher.fetch(
+                layer,
+                self._sessions,
+                np.asarray(selected.missing),
+                self._window[layer],
+                self.rows.counts,
+            )
+        if failure is not None:
+            self.failed[int(failure.session)] = str(failure)
 
     def compute(self, layer: int, hidden: jax.Array, selected: Selected) -> jax.Array:
         assert self._step is not None
@@ -383,9 +330,9 @@ class KVDrive(BatchMethod):
         self._pending = []
         for row in range(len(self._sessions)):
             self.retire(row)
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -393,17 +340,3 @@ class KVDrive(BatchMethod):
         for name in self._reserved:
             self.tools.ledger.release("hbm", name)
         self._reserved = []
-
-
-def fetch_sizes(most: int) -> tuple[int, ...]:
-    """Page counts that a transfer is padded to: powers of four from 16, and ``most``.
-
-    Few, so that every one can be compiled before the first step; padding is never copied by the
-    host and costs the device a masked row.
-    """
-    sizes = []
-    size = 16
-    while size < most:
-        sizes.append(size)
-        size *= 4
-    return (*sizes, most)
