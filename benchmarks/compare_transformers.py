@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -80,7 +79,7 @@ class Comparison:
         from kvdrive_jax.models.weights import describe_pretrained
 
         self.options, self.folder = options, folder
-        self.kind = Local if in_process else Worker
+        self.kind: type[Worker] = Local if in_process else Worker
         self.sides = options.sides.split(",")
         if THEIRS not in self.sides or not set(self.sides) <= set(SIDES):
             raise ValueError(f"sides must be some of {', '.join(SIDES)}, got {options.sides!r}")
@@ -88,16 +87,15 @@ class Comparison:
         longest = max([*options.contexts, options.prefill_tokens, options.check_tokens])
         self.text = filler_tokens(Tokenizer.from_pretrained(options.model).encode, longest)
 
-    def start(self, side: str, context: int) -> Worker | Local:
+    def start(self, side: str, context: int) -> Worker:
         """A process with the model loaded, and nothing else done."""
         options = self.options
-        cpus = {"cpus": options.threads}
         if side == THEIRS:
             made = {"folder": self.folder, "threads": options.threads}
-            return self.kind("benchmarks.sides:Theirs", made, **cpus)
+            return self.kind("benchmarks.sides:Theirs", made, cpus=options.threads)
         longer = context if context > self.config.max_positions else None
         made = {"model": options.model, "config": self.settings(side, context), "positions": longer}
-        return self.kind("benchmarks.sides:Ours", made, **cpus)
+        return self.kind("benchmarks.sides:Ours", made, cpus=options.threads)
 
     def settings(self, side: str, context: int) -> dict[str, Any]:
         """Configuration of one of our sides."""

@@ -150,10 +150,8 @@ def report(rows: list[dict[str, Any]]) -> str:
         ]
 
     header = ["MiB", "weights", "measured", "run", "measured", "sum", "measured", "ratio"]
-    lines = [table(header, [cells(row) for row in rows]), "", "run, planned:"]
-    for row in rows:
-        lines.append(f"{title(row)}: {terms(row['run']['terms_bytes'])}")
-    return "\n".join(lines)
+    formulas = [f"{title(row)}: {terms(row['run']['terms_bytes'])}" for row in rows]
+    return "\n".join([table(header, [cells(row) for row in rows]), "", "run, planned:", *formulas])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

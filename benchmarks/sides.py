@@ -79,8 +79,9 @@ class Ours(Memory):
         from benchmarks.probes import recorded_logits
 
         with recorded_logits() as seen:
-            *_, last = self._engine.stream_ids([ids], max_new_tokens=new_tokens, ignore_eos=True)
-        return list(last.generation.token_ids), np.stack(seen)
+            stream = self._engine.stream_ids([ids], max_new_tokens=new_tokens, ignore_eos=True)
+            done = _generation(stream)
+        return list(done.token_ids), np.stack(seen)
 
     def open(self, ids: list[int], steps: int, synthetic: bool) -> dict[str, Any]:
         """A prompt, real or with random KV, ready for ``steps`` steps; says where its KV lives."""
@@ -115,15 +116,21 @@ class Ours(Memory):
     def end(self) -> dict[str, Any]:
         """Ends the session; its tokens and figures."""
         assert self._stream is not None
-        *_, last = self._stream
+        done = _generation(self._stream)
         stats = self._engine.stats()
         return {
-            "tokens": list(last.generation.token_ids),
-            "hit_rate": last.generation.stats["hit_rate"],
-            "attended_tokens_mean": last.generation.stats["attended_tokens_mean"],
+            "tokens": list(done.token_ids),
+            "hit_rate": done.stats["hit_rate"],
+            "attended_tokens_mean": done.stats["attended_tokens_mean"],
             "bytes": stats["bytes"],
             "stage_s": stats["stage_s"],
         }
+
+
+def _generation(stream: Iterator[Any]) -> Any:
+    """What a stream ends with."""
+    *_, last = stream
+    return last.generation
 
 
 class Theirs(Memory):

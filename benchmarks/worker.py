@@ -7,6 +7,7 @@ the other left in the process.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -18,14 +19,19 @@ from typing import Any
 from unittest.mock import patch
 
 
+def _make(factory: str, options: dict[str, Any] | None) -> Any:
+    """The object that ``module:Class`` makes of the options."""
+    module, _, name = factory.partition(":")
+    return getattr(importlib.import_module(module), name)(**(options or {}))
+
+
 def _serve(connection: Connection, factory: str, options: dict[str, Any], cpus: int | None) -> None:
     """Makes the object and answers calls of its methods until told to end or left alone."""
     if cpus is not None:
         # Before anything that starts threads is imported: XLA makes one per CPU it may use.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cpus])
     try:
-        module, _, name = factory.partition(":")
-        served = getattr(importlib.import_module(module), name)(**options)
+        served = _make(factory, options)
         connection.send((True, None))
         while (call := connection.recv()) is not None:
             method, arguments = call
@@ -86,10 +92,8 @@ class Worker:
     def close(self) -> None:
         """Ends the process. Idempotent."""
         if self._process.is_alive():
-            try:
+            with contextlib.suppress(OSError):  # it is ending already
                 self._connection.send(None)
-            except OSError:
-                pass  # it is ending already
             self._process.join(20)
             if self._process.is_alive():
                 self._process.kill()
@@ -108,12 +112,18 @@ class Worker:
         self.close()
 
 
-class Local:
-    """The same as Worker, in this process: for tests."""
+class Local(Worker):
+    """The same in this process, for tests: memory and threads are shared then."""
 
-    def __init__(self, factory: str, options: dict[str, Any] | None = None, **_: Any) -> None:
-        module, _, name = factory.partition(":")
-        self._served = getattr(importlib.import_module(module), name)(**(options or {}))
+    def __init__(
+        self,
+        factory: str,
+        options: dict[str, Any] | None = None,
+        *,
+        cpus: int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._served = _make(factory, options)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of one method."""
@@ -121,9 +131,3 @@ class Local:
 
     def close(self) -> None:
         """Nothing to end."""
-
-    def __enter__(self) -> Local:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -26,6 +26,14 @@ def bucket(n: int, quantum: int) -> int:
     return size
 
 
+def prompt_capacity(tokens: int) -> int:
+    """Padded length of a prompt: whole blocks of prefill, smaller ones for short prompts."""
+    for small in (64, 256):
+        if tokens <= small:
+            return small
+    return bucket(tokens, 512)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
     """Capacities of one batch, in the letters of the architecture.
@@ -83,7 +91,7 @@ def batch_shape(
     return BatchShape(
         prompt_tokens=tuple(prompt_tokens),
         max_new_tokens=max_new_tokens,
-        prompt_capacity=bucket(longest, 256),
+        prompt_capacity=prompt_capacity(longest),
         cache_tokens=bucket(longest + max_new_tokens, 256),
         chunk_capacity=chunk_capacity,
         selected=selected,

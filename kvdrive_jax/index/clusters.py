@@ -17,7 +17,8 @@ from jax import lax
 
 from kvdrive_jax.config import GroupRule
 from kvdrive_jax.index import kmeans
-from kvdrive_jax.index.chunks import MAGNITUDE_LIMIT, representatives
+from kvdrive_jax.index.chunks import representatives
+from kvdrive_jax.index.products import bfloat16_parts, group_queries
 from kvdrive_jax.index.selection import combine_group
 
 DTYPES = ("bfloat16", "float32")
@@ -78,6 +79,11 @@ class ClusterForm:
         kmeans.check_segment(self.segment_chunks, self._clusters_per_segment)
 
     @property
+    def name(self) -> str:
+        """As `--index` has it."""
+        return "clusters"
+
+    @property
     def segment_chunks(self) -> int:
         """Chunks per segment."""
         return self.segment_tokens // self.chunk_size
@@ -112,10 +118,20 @@ class ClusterForm:
         per_head = cluster_capacity * per_cluster + chunk_capacity * 4
         return batch * kv_heads * per_head + batch * 4
 
+    def build_nbytes(self, kv_heads: int, head_dim: int, chunk_capacity: int) -> int:
+        """Most device bytes that `build` holds beside its input and output: the representatives
+        twice, float32, and the products at hand."""
+        return 8 * kv_heads * chunk_capacity * head_dim + 2 * kmeans.GPU_TILE_BYTES
+
     def bytes_per_token(self, head_dim: int) -> float:
         """Bytes of index per token and kv head: centroid and size, and each chunk's cluster id."""
         per_cluster = head_dim * jnp.dtype(self.dtype).itemsize + 4
         return per_cluster / max(self.tokens_per_cluster, self.chunk_size) + 4 / self.chunk_size
+
+    def bytes_scanned(self, head_dim: int, n_chunks: int) -> int:
+        """Bytes that one step reads per kv head."""
+        per_cluster = head_dim * jnp.dtype(self.dtype).itemsize + 4
+        return self.cluster_count(n_chunks) * per_cluster + n_chunks * 4
 
     def empty(
         self, batch: int, kv_heads: int, head_dim: int, chunk_capacity: int, cluster_capacity: int
@@ -264,22 +280,10 @@ def cluster_logits(vectors: jax.Array, queries: jax.Array) -> jax.Array:
         float32), whose products with them are exact in float32.
     """
     batch, kv_heads, _, dim = vectors.shape
-    if queries.ndim != 3 or queries.shape[1] % kv_heads or queries.shape[2] != dim:
-        raise ValueError(
-            f"queries must be [B, G * {kv_heads}, {dim}] for vectors of shape {vectors.shape}, "
-            f"got {queries.shape}"
-        )
     parts = {2: 1 if queries.dtype == jnp.bfloat16 else 2, 4: 3}[queries.dtype.itemsize]
-    wide = jnp.clip(queries.astype(jnp.float32), -MAGNITUDE_LIMIT, MAGNITUDE_LIMIT)
-    grouped = wide.reshape(batch, kv_heads, -1, dim)
+    grouped = group_queries(queries, kv_heads, dim)
     if vectors.dtype == jnp.bfloat16:
-        split = []
-        for _ in range(parts):
-            # reduce_precision, because XLA may drop a cast to bfloat16 and back.
-            part = lax.reduce_precision(grouped, exponent_bits=8, mantissa_bits=7)
-            split.append(part.astype(jnp.bfloat16))
-            grouped = grouped - part
-        stacked = jnp.stack(split, axis=2).reshape(batch, kv_heads, -1, dim)
+        stacked = jnp.concatenate(bfloat16_parts(grouped, parts), axis=2)
         logits: jax.Array = jnp.einsum(
             "bkgd,bkxd->bkgx", stacked, vectors, preferred_element_type=jnp.float32
         )

@@ -18,7 +18,7 @@ from jax import lax
 
 # Bytes of one block of vector-centroid products: what a CPU keeps in its cache (blocks of 32 MB are
 # 5 x slower), and enough work for a GPU.
-CPU_TILE_BYTES = 2 << 20
+CPU_TILE_BYTES = 4 << 20
 GPU_TILE_BYTES = 64 << 20
 
 
@@ -57,30 +57,43 @@ def segmented(
         `count`).
     """
     heads, total, dim = vectors.shape
-    real = jnp.arange(total) < count
-    vectors = jnp.where(real[:, None], vectors, 0.0)
-    mean = vectors.sum(axis=1, keepdims=True) / jnp.maximum(count, 1)
-    centred = jnp.where(real[:, None], vectors - mean, 0.0)
-
     segments = -(-total // segment_chunks)
-    padded = jnp.pad(centred, [(0, 0), (0, segments * segment_chunks - total), (0, 0)])
-    by_segment = padded.reshape(heads, segments, segment_chunks, dim).swapaxes(0, 1)
+    real = jnp.arange(segments * segment_chunks) < count
+    mean = jnp.where(real[:total, None], vectors, 0.0).sum(axis=1) / jnp.maximum(count, 1)
+    # One copy in segment order serves every round: at long contexts a second one would be felt.
+    padded = jnp.pad(vectors, [(0, 0), (0, segments * segment_chunks - total), (0, 0)])
+    centred = jnp.where(real[:, None], padded - mean[:, None], 0.0)
+    centred = centred.reshape(heads, segments, segment_chunks, dim).swapaxes(0, 1)
+    counts = jnp.clip(count - jnp.arange(segments) * segment_chunks, 0, segment_chunks)
 
     def one_segment(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        part, i = args
-        n = jnp.clip(count - i * segment_chunks, 0, segment_chunks)
+        part, n = args
         in_use = jnp.arange(segment_clusters) < clusters_of(n)
         return _directions(part, n, in_use, rounds - 1), in_use
 
-    directions, in_use = lax.map(one_segment, (by_segment, jnp.arange(segments)))
+    directions, in_use = lax.map(one_segment, (centred, counts))
     directions = directions.swapaxes(0, 1).reshape(heads, -1, dim)[:, :clusters]
     in_use = in_use.reshape(-1)[:clusters]
 
-    ids = jnp.where(real, _assign(centred, directions, in_use), clusters)
-    sums, sizes = _totals(centred, ids, clusters)
-    means = sums / jnp.maximum(sizes, 1)[..., None] + mean
-    fallback = directions + mean  # of an empty cluster; nothing reads it
-    return jnp.where((sizes > 0)[..., None], means, fallback), sizes, ids
+    def last_round(
+        totals: tuple[jax.Array, jax.Array], args: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        part, n = args
+        ids = _assign(part, directions, in_use)
+        ids = jnp.where(jnp.arange(segment_chunks) < n, ids, clusters)
+        sums, sizes = _totals(part, ids, clusters)
+        return (totals[0] + sums, totals[1] + sizes), ids
+
+    nothing = (
+        jnp.zeros((heads, clusters, dim), jnp.float32),
+        jnp.zeros((heads, clusters), jnp.int32),
+    )
+    (sums, sizes), ids = lax.scan(last_round, nothing, (centred, counts))
+    ids = ids.swapaxes(0, 1).reshape(heads, -1)[:, :total]
+    filled = (sizes > 0)[..., None]
+    # An empty cluster keeps its direction; nothing reads it.
+    offsets = jnp.where(filled, sums / jnp.maximum(sizes, 1)[..., None], directions)
+    return offsets + mean[:, None], sizes, ids
 
 
 def _directions(vectors: jax.Array, count: jax.Array, in_use: jax.Array, rounds: int) -> jax.Array:

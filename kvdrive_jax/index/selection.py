@@ -133,17 +133,17 @@ def importance(
         raise ValueError(f"query heads must be a multiple of kv heads, got {heads} and {kv_heads}")
     block = min(block, tokens)
     blocks = -(-tokens // block)
-    padded = jnp.pad(keys, [(0, 0), (0, blocks * block - tokens), (0, 0)])
     grouped = _bounded(queries).reshape(kv_heads, -1, dim) * dim**-0.5
     query_at = jnp.tile(length - width + jnp.arange(width), heads // kv_heads)[:, None]
 
     def logits_of(i: jax.Array) -> jax.Array:
-        part = lax.dynamic_slice_in_dim(padded, i * block, block, axis=1)
-        key_at = i * block + jnp.arange(block)
-        logits = jnp.einsum(
-            "kqd,ktd->kqt", grouped, _bounded(part), precision=lax.Precision.HIGHEST
-        )
-        return jnp.where((key_at <= query_at) & (key_at < length), logits, -jnp.inf)
+        # The last block starts early enough to be whole; what an earlier one had is masked.
+        first = jnp.minimum(i * block, tokens - block)
+        part = _bounded(lax.dynamic_slice_in_dim(keys, first, block, axis=1))
+        key_at = first + jnp.arange(block)
+        logits = jnp.einsum("kqd,ktd->kqt", grouped, part, precision=lax.Precision.HIGHEST)
+        seen = (key_at >= i * block) & (key_at <= query_at) & (key_at < length)
+        return jnp.where(seen, logits, -jnp.inf)
 
     def add_block(
         state: tuple[jax.Array, jax.Array], i: jax.Array
@@ -167,7 +167,8 @@ def importance(
         return jnp.exp(logits_of(i) - offset[..., None]).sum(axis=1)
 
     mass = lax.map(mass_of, jnp.arange(blocks))  # [blocks, K, block]
-    per_token = mass.swapaxes(0, 1).reshape(kv_heads, blocks * block)
+    whole = mass[:-1].swapaxes(0, 1).reshape(kv_heads, -1)
+    per_token = jnp.concatenate([whole, mass[-1][:, blocks * block - tokens :]], axis=1)
     region = per_token[:, sink : sink + chunk_capacity * chunk_size]
     missing = chunk_capacity * chunk_size - region.shape[1]
     per_chunk = jnp.pad(region, [(0, 0), (0, max(missing, 0))])

@@ -11,6 +11,7 @@ All layers have one structure, so one compiled function serves every layer.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,14 @@ class ModelDef:
     layer_def: ModuleDef
     ends_def: ModuleDef
     dtype: np.dtype[Any]
+
+    def __hash__(self) -> int:
+        # Every dispatch hashes its static arguments; hashing the graphs anew took 20 us each time.
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.config, self.layer_def, self.ends_def, self.dtype))
 
     def merge_layer(self, leaves: Leaves) -> DecoderLayer:
         """A layer from its leaves, inside a compiled function."""

@@ -1,7 +1,7 @@
 """Fetch: missing pages from the store, through staging, into their slots (the staged way).
 
-Belongs to the engine's thread. A staging buffer is lent for one fetch and given back when the
-pages are in their slots; padding of a transfer is never copied by the host.
+Belongs to the engine's thread. A staging buffer is lent to one fetch until the next: a miss
+list that has arrived proves that the pages of the one before are in their slots; padding of a transfer is never copied by the host.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvdrive_jax.pipeline.stages import write_stage
 from kvdrive_jax.telemetry import Ledger, RowCounts, Traffic
 from kvdrive_jax.tiers.pages import PageError, PageGeometry
-from kvdrive_jax.tiers.staging import StagingRing
+from kvdrive_jax.tiers.staging import Staging, StagingRing
 from kvdrive_jax.tiers.store import PageStore, SessionPages
 
 STAGING_BUFFERS = 2
@@ -49,6 +48,7 @@ class Fetcher:
         self._store, self._geometry, self._traffic = store, geometry, traffic
         self._sizes = transfer_sizes(most)
         self._ring = StagingRing(STAGING_BUFFERS, most, geometry, ledger)
+        self._lent: Staging | None = None
 
     def compile(self, window: jax.Array) -> jax.Array:
         """Compile the write of every transfer size now, not when a step first needs it.
@@ -58,7 +58,7 @@ class Fetcher:
         for size in self._sizes:
             pages = np.zeros((size, *self._geometry.page_shape), self._geometry.dtype)
             nowhere = np.full(size, np.prod(window.shape[:3]), np.int32)
-            window = write_stage(window, jnp.asarray(pages), nowhere)
+            window = write_stage(window, pages, nowhere)
         return window
 
     def fetch(
@@ -81,6 +81,8 @@ class Fetcher:
         at = np.flatnonzero(chunks >= 0)
         if not at.size:
             return window, None
+        # The pages of the fetch before are in their slots: this miss list came after them.
+        self._give_back()
         owner = at // missing.shape[-1]
         row, head = owner // kv_heads, owner % kv_heads
         size = next(size for size in self._sizes if size >= at.size)
@@ -89,13 +91,11 @@ class Fetcher:
         failure = self._read(layer, sessions, row, head, chunks[at], pages)
         target = np.full(size, batch * kv_heads * capacity, np.int32)
         target[: at.size] = owner * capacity + slots[at]
-        window = write_stage(window, jnp.asarray(pages), target)
+        window = write_stage(window, pages, target)
+        self._lent = staging
         self._traffic.add("dram_to_hbm", at.size * self._geometry.page_bytes)
         for session, missed in enumerate(np.bincount(row, minlength=batch)):
             counts[session].missed_chunks += int(missed)
-        # The buffer may be read until the pages are in their slots.
-        window.block_until_ready()
-        self._ring.release(staging)
         return window, failure
 
     def _read(
@@ -115,6 +115,12 @@ class Fetcher:
             return error
         return None
 
+    def _give_back(self) -> None:
+        if self._lent is not None:
+            self._ring.release(self._lent)
+            self._lent = None
+
     def close(self) -> None:
-        """Give the staging buffers back."""
+        """Give the staging buffers back; only once the device has finished."""
+        self._give_back()
         self._ring.close()

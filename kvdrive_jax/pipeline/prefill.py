@@ -19,7 +19,7 @@ from kvdrive_jax.pallas.attention import attend_prompt
 from kvdrive_jax.pallas.attention.api import Implementation
 from kvdrive_jax.pallas.attention.reference import attend_block
 
-BLOCK_Q = 256
+BLOCK_Q = 512
 BLOCK_K = 512
 
 
