@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
 from kvdrive_jax.models.model import ModelDef
-from kvdrive_jax.pallas.attention import attend, combine
+from kvdrive_jax.pallas.attention import attend, attend_one, combine
 from kvdrive_jax.pipeline.prefill import PromptLayer
+from kvdrive_jax.pipeline.stages import Token, append_rows
 from kvdrive_jax.plan import Plan
 
 
@@ -28,7 +29,7 @@ def _insert(
     )
 
 
-@partial(jax.jit, static_argnames="model_def", donate_argnames=("keys", "values"))
+@partial(jax.jit, static_argnames="model_def")
 def _layer(
     model_def: ModelDef,
     leaves: tuple[jax.Array, ...],
@@ -38,15 +39,12 @@ def _layer(
     attention_factor: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Token]:
     layer = model_def.merge_layer(leaves)
-    q, k, v = layer.attention_inputs(hidden, position, inv_freq, attention_factor)
-    rows = jnp.arange(hidden.shape[0])
-    keys = keys.at[rows, :, position].set(k, mode="drop")
-    values = values.at[rows, :, position].set(v, mode="drop")
-    present = jnp.arange(keys.shape[2])[None, None, :] <= position[:, None, None]
-    attended = combine(attend(q, keys, values, present)).astype(hidden.dtype)
-    return layer.after_attention(hidden, attended), keys, values
+    token = Token(*layer.attention_inputs(hidden, position, inv_freq, attention_factor))
+    before = jnp.arange(keys.shape[2])[None, None, :] < position[:, None, None]
+    attended = combine(attend(token.q, keys, values, before), attend_one(*token))
+    return layer.after_attention(hidden, attended.astype(hidden.dtype)), token
 
 
 class FullAttention(BatchMethod):
@@ -73,9 +71,9 @@ class FullAttention(BatchMethod):
         rows, model = self.rows, self.tools.model
         with self.tools.clock.measure("compute"):
             position = int32(rows.length)
-            for layer, leaves in enumerate(model.layers):
-                keys, values = self._caches[layer]
-                hidden, keys, values = _layer(
+            tokens = []
+            for leaves, (keys, values) in zip(model.layers, self._caches, strict=True):
+                hidden, token = _layer(
                     model.static,
                     leaves,
                     hidden,
@@ -85,7 +83,9 @@ class FullAttention(BatchMethod):
                     keys,
                     values,
                 )
-                self._caches[layer] = (keys, values)
+                tokens += [token.k, token.v]
+            arrays = append_rows([x for cache in self._caches for x in cache], tokens, position)
+            self._caches = [(arrays[i], arrays[i + 1]) for i in range(0, len(arrays), 2)]
         for row, count in enumerate(rows.counts):
             if rows.active[row]:
                 count.steps += 1

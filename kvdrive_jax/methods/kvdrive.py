@@ -35,6 +35,8 @@ from kvdrive_jax.pipeline.stages import (
     Selected,
     StageSpec,
     Step,
+    Token,
+    append_rows,
     compute_stage,
     flush_stage,
     grow_resident,
@@ -87,6 +89,7 @@ class KVDrive(BatchMethod):
         self._index: list[ClusterIndex] = []
         self._directory: list[Directory] = []
         self._step: Step | None = None
+        self._tokens: list[Token] = []
         try:
             for name in HBM_ACCOUNTS:
                 tools.ledger.reserve("hbm", name, plan.bytes_of("hbm", name))
@@ -226,34 +229,47 @@ class KVDrive(BatchMethod):
         counted = model.config.num_layers * model.config.num_kv_heads
         for row, count in enumerate(rows.counts):
             count.selected_chunks += int(taken[row]) * counted
-        if not self.plan.resident:
-            return sequential(self, model.config.num_layers, hidden)
-        with self.tools.clock.measure("compute"):
-            for layer, leaves in enumerate(model.layers):
-                hidden, self._near[layer] = resident_layer(
-                    self._spec,
-                    leaves,
-                    hidden,
-                    self._step,
-                    self._near[layer],
-                    self._index[layer],
-                    self._window[layer],
-                )
+        self._tokens = []
+        if self.plan.resident:
+            with self.tools.clock.measure("compute"):
+                for layer, leaves in enumerate(model.layers):
+                    hidden, token = resident_layer(
+                        self._spec,
+                        leaves,
+                        hidden,
+                        self._step,
+                        self._near[layer],
+                        self._index[layer],
+                        self._window[layer],
+                    )
+                    self._tokens.append(token)
+        else:
+            hidden = sequential(self, model.config.num_layers, hidden)
+        self._append_tokens(self._step.near_row)
         return hidden
+
+    def _append_tokens(self, near_row: jax.Array) -> None:
+        """The new token's key and value into the near buffers of all layers."""
+        buffers = append_rows(
+            [array for near in self._near for array in near],
+            [array for token in self._tokens for array in (token.k, token.v)],
+            near_row,
+        )
+        self._near = [Near(*buffers[i : i + 2]) for i in range(0, len(buffers), 2)]
 
     def select(self, layer: int, hidden: jax.Array) -> Selected:
         assert self._step is not None
         with self.tools.clock.measure("select"):
-            selected, self._near[layer], self._directory[layer] = select_stage(
+            selected, self._directory[layer] = select_stage(
                 self._spec,
                 self.tools.model.layers[layer],
                 hidden,
                 self._step,
-                self._near[layer],
                 self._index[layer],
                 self._directory[layer],
             )
             selected.missing.copy_to_host_async()
+            self._tokens.append(selected.token)
         # Waits are charged to the stage that is waited for: what is queued before selection is the
         # layer before.
         with self.tools.clock.measure("compute"):

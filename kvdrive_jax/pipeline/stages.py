@@ -18,7 +18,7 @@ from kvdrive_jax.config import GroupRule
 from kvdrive_jax.index.clusters import ClusterForm, ClusterIndex
 from kvdrive_jax.index.selection import select
 from kvdrive_jax.models.model import ModelDef
-from kvdrive_jax.pallas.attention import attend, combine
+from kvdrive_jax.pallas.attention import attend, attend_one, combine
 from kvdrive_jax.window.directory import Directory, place
 from kvdrive_jax.window.eviction import lookahead
 
@@ -62,23 +62,43 @@ class Step(NamedTuple):
     attention_factor: jax.Array
 
 
-def _inputs(
-    spec: StageSpec, leaves: Leaves, hidden: jax.Array, step: Step, near: Near
-) -> tuple[jax.Array, Near]:
-    """Query of the new token [B, H, D], and the near buffer with its key and value added."""
+class Token(NamedTuple):
+    """The new token in one layer: q [B, H, D]; k, v [B, K, D], post-RoPE.
+
+    It attends to itself from here; ``append_rows`` puts it into the near buffers of all layers at
+    the end of the step. (A buffer that is updated and attended to by one program is copied whole,
+    several times, by XLA on CPU.)
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+def _token(spec: StageSpec, leaves: Leaves, hidden: jax.Array, step: Step) -> Token:
     layer = spec.model_def.merge_layer(leaves)
-    q, k, v = layer.attention_inputs(hidden, step.position, step.inv_freq, step.attention_factor)
-    rows = jnp.arange(hidden.shape[0])
-    return q, Near(
-        near.k.at[rows, :, step.near_row].set(k), near.v.at[rows, :, step.near_row].set(v)
+    return Token(
+        *layer.attention_inputs(hidden, step.position, step.inv_freq, step.attention_factor)
     )
+
+
+@partial(jax.jit, donate_argnames="buffers")
+def append_rows(
+    buffers: list[jax.Array], rows: list[jax.Array], at: jax.Array
+) -> list[jax.Array]:
+    """Each of rows [B, K, D] into its buffer [B, K, T, D], donated, at position at [B]."""
+    sessions = jnp.arange(at.shape[0])
+    return [
+        buffer.at[sessions, :, at].set(row, mode="drop")
+        for buffer, row in zip(buffers, rows, strict=True)
+    ]
 
 
 def _attend(
     spec: StageSpec,
     leaves: Leaves,
     hidden: jax.Array,
-    q: jax.Array,
+    token: Token,
     step: Step,
     near: Near,
     window: jax.Array,
@@ -92,42 +112,41 @@ def _attend(
     pages = window[rows, heads, jnp.maximum(slots, 0)]
     keys = pages[:, :, :, 0].reshape(batch, kv_heads, count * spec.chunk_size, dim)
     values = pages[:, :, :, 1].reshape(batch, kv_heads, count * spec.chunk_size, dim)
-    chosen = attend(q, keys, values, jnp.repeat(slots >= 0, spec.chunk_size, axis=-1))
-    present = jnp.arange(near.k.shape[2])[None, None, :] <= step.near_row[:, None, None]
-    close = attend(q, near.k, near.v, present)
-    attended = combine(chosen, close).astype(hidden.dtype)
+    chosen = attend(token.q, keys, values, jnp.repeat(slots >= 0, spec.chunk_size, axis=-1))
+    present = jnp.arange(near.k.shape[2])[None, None, :] < step.near_row[:, None, None]
+    close = attend(token.q, near.k, near.v, present)
+    attended = combine(chosen, close, attend_one(*token)).astype(hidden.dtype)
     return spec.model_def.merge_layer(leaves).after_attention(hidden, attended)
 
 
 class Selected(NamedTuple):
-    """Outcome of select: q [B, H, D]; slots [B, K, P] int32 (-1: none); missing [2, B, K, P] int32:
-    chunk ids that must be fetched (-1: none) and the slots they go to."""
+    """Outcome of select: the new token; slots [B, K, P] int32 (-1: none); missing [2, B, K, P]
+    int32: chunk ids that must be fetched (-1: none) and the slots they go to."""
 
-    q: jax.Array
+    token: Token
     slots: jax.Array
     missing: jax.Array
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames=("near", "directory"))
+@partial(jax.jit, static_argnames="spec", donate_argnames="directory")
 def select_stage(
     spec: StageSpec,
     leaves: Leaves,
     hidden: jax.Array,
     step: Step,
-    near: Near,
     index: ClusterIndex,
     directory: Directory,
-) -> tuple[Selected, Near, Directory]:
+) -> tuple[Selected, Directory]:
     """Queries of one layer, the chunks they want, and which of them must be fetched.
 
     hidden: [B, E]. Ties go to the lowest chunk; victims are chosen by lookahead (paper 5.1).
     """
-    q, near = _inputs(spec, leaves, hidden, step, near)
-    scores = spec.form.scores(index, q, step.n_chunks, spec.rule)
+    token = _token(spec, leaves, hidden, step)
+    scores = spec.form.scores(index, token.q, step.n_chunks, spec.rule)
     ids = select(scores, step.n_chunks, spec.selected)
     directory, slots, miss = place(directory, ids, lookahead(directory, scores))
     missing = jnp.stack([jnp.where(miss, ids, -1), jnp.where(miss, slots, -1)])
-    return Selected(q, slots, missing), near, directory
+    return Selected(token, slots, missing), directory
 
 
 @partial(jax.jit, donate_argnames="window")
@@ -152,10 +171,10 @@ def compute_stage(
     window: jax.Array,
 ) -> jax.Array:
     """Attention over sink, selection and local, then the feed-forward part: hidden [B, E]."""
-    return _attend(spec, leaves, hidden, selected.q, step, near, window, selected.slots)
+    return _attend(spec, leaves, hidden, selected.token, step, near, window, selected.slots)
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames="near")
+@partial(jax.jit, static_argnames="spec")
 def resident_layer(
     spec: StageSpec,
     leaves: Leaves,
@@ -164,12 +183,12 @@ def resident_layer(
     near: Near,
     index: ClusterIndex,
     window: jax.Array,
-) -> tuple[jax.Array, Near]:
+) -> tuple[jax.Array, Token]:
     """Select and compute of one layer whose window holds every chunk at the slot of its id."""
-    q, near = _inputs(spec, leaves, hidden, step, near)
-    scores = spec.form.scores(index, q, step.n_chunks, spec.rule)
+    token = _token(spec, leaves, hidden, step)
+    scores = spec.form.scores(index, token.q, step.n_chunks, spec.rule)
     ids = select(scores, step.n_chunks, spec.selected)
-    return _attend(spec, leaves, hidden, q, step, near, window, ids), near
+    return _attend(spec, leaves, hidden, token, step, near, window, ids), token
 
 
 @partial(jax.jit, static_argnames=("spec", "flush_chunks"), donate_argnames=("near", "index"))

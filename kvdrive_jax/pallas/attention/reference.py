@@ -52,6 +52,18 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> Partia
     )
 
 
+def attend_one(q: jax.Array, k: jax.Array, v: jax.Array) -> Partial:
+    """Decode attention of one token per session to one key each, its own.
+
+    q: [B, H, D]; k, v: [B, K, D]. Returns a Partial with leading [B, H].
+    """
+    batch, heads, dim = q.shape
+    group = heads // k.shape[1]
+    key, value = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (k, v))
+    m = (q.astype(jnp.float32) * key).sum(axis=-1) * dim**-0.5
+    return Partial(value, jnp.ones((batch, heads), jnp.float32), m)
+
+
 def combine(*partials: Partial) -> jax.Array:
     """Exact softmax attention over the union of the partials' keys: [..., D] float32.
 
