@@ -157,9 +157,7 @@ def tokens_of(ids: jax.Array, tokens: int, chunk: int, near_from: jax.Array | in
 
 def relative_error(output: jax.Array, exact: jax.Array) -> jax.Array:
     """Mean of |output - exact| / |exact|."""
-    return (
-        jnp.linalg.norm(output - exact, axis=-1) / jnp.linalg.norm(exact, axis=-1)
-    ).mean()
+    return (jnp.linalg.norm(output - exact, axis=-1) / jnp.linalg.norm(exact, axis=-1)).mean()
 
 
 @partial(jax.jit, static_argnames=("budgets", "clusters"))

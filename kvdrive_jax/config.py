@@ -91,7 +91,12 @@ class RetrievalConfig:
         parse=parse_budget,
     )
     chunk_size: int = _option(4, "consecutive tokens that are selected and moved together")
-    tokens_per_cluster: int = _option(16, "tokens per centroid of the index")
+    index: str = _option(
+        "clusters",
+        "what ranks chunks, NAME or NAME:BITS: clusters, chunks, bounds or moments, the last three "
+        "in bf16, 8, 4 or 2 bits",
+    )
+    tokens_per_cluster: int = _option(16, "tokens per centroid of clusters")
     sink: int = _option(4, "first tokens, always attended")
     local: int = _option(64, "last tokens, always attended")
     group_rule: GroupRule = _option(

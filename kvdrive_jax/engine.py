@@ -19,7 +19,7 @@ from kvdrive_jax.methods.base import Tools
 from kvdrive_jax.models.model import Model
 from kvdrive_jax.models.tokenizer import Tokenizer
 from kvdrive_jax.models.weights import describe_pretrained, load_pretrained
-from kvdrive_jax.plan import Plan, check_context, check_length, plan_batch
+from kvdrive_jax.plan import Plan, check_context, check_length, index_form, plan_batch
 from kvdrive_jax.report import RunReport
 from kvdrive_jax.sampling import SamplingConfig
 from kvdrive_jax.session import Generation, Session, StreamEvent
@@ -48,6 +48,7 @@ class Engine:
         self.config = config or KVDriveConfig()
         self.budgets = budgets or resolve_budgets(self.config.tiers)
         self.context_length = check_context(self.config, model.config.max_positions)
+        index_form(self.config, model.config)  # refuses an index that does not exist
         self._quiet = quiet
         self._closed = False
         self._ledger = Ledger(hbm=self.budgets.hbm, dram=self.budgets.dram, ssd=self.budgets.ssd)
@@ -139,7 +140,7 @@ class Engine:
             parts += [
                 f"budget {budget}",
                 f"chunk {retrieval.chunk_size}",
-                f"{retrieval.tokens_per_cluster} tokens/cluster",
+                f"index {retrieval.index}",
                 f"sink {retrieval.sink} local {retrieval.local}",
                 f"group {retrieval.group_rule}",
                 f"window {'auto' if window is None else f'x{window:g}'}",

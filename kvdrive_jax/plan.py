@@ -15,6 +15,7 @@ import numpy as np
 from kvdrive_jax.budgets import Budgets, resolve_budgets
 from kvdrive_jax.config import KVDriveConfig, TierConfig, format_size
 from kvdrive_jax.index.clusters import ClusterForm
+from kvdrive_jax.index.form import IndexForm, make_form
 from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.models.weights import describe_pretrained
 from kvdrive_jax.pipeline.fetcher import STAGING_BUFFERS
@@ -63,7 +64,7 @@ class Plan:
     resident: bool
     sessions: tuple[SessionPlan, ...]
     cluster_capacity: int
-    form: ClusterForm | None
+    form: IndexForm | None
 
     def used(self, tier: Tier) -> int:
         """Bytes planned in a tier."""
@@ -237,6 +238,30 @@ def check_length(number: int, tokens: int, max_new_tokens: int, context_length: 
         )
 
 
+def index_form(config: KVDriveConfig, model: ModelConfig) -> IndexForm:
+    """The index of this configuration; ValueError, with the choices, when there is none such."""
+    retrieval, rotary = config.retrieval, model.rope.rotary_dim
+    return make_form(
+        retrieval.index,
+        chunk_size=retrieval.chunk_size,
+        rotary_dim=rotary if rotary < model.head_dim else 0,
+        tokens_per_cluster=retrieval.tokens_per_cluster,
+        segment_tokens=retrieval.segment_tokens,
+        kmeans_rounds=retrieval.kmeans_rounds,
+    )
+
+
+def layout_form(config: KVDriveConfig) -> ClusterForm:
+    """What groups pages on SSD, whatever the index."""
+    retrieval = config.retrieval
+    return ClusterForm(
+        tokens_per_cluster=retrieval.tokens_per_cluster,
+        chunk_size=retrieval.chunk_size,
+        segment_tokens=retrieval.segment_tokens,
+        rounds=retrieval.kmeans_rounds,
+    )
+
+
 def _plan_kvdrive(
     model: ModelConfig,
     dtype: np.dtype[Any],
@@ -246,12 +271,7 @@ def _plan_kvdrive(
     base: list[Line],
 ) -> Plan:
     retrieval, tiers = config.retrieval, config.tiers
-    form = ClusterForm(
-        tokens_per_cluster=retrieval.tokens_per_cluster,
-        chunk_size=retrieval.chunk_size,
-        segment_tokens=retrieval.segment_tokens,
-        rounds=retrieval.kmeans_rounds,
-    )
+    form = index_form(config, model)
     geometry = PageGeometry(
         layers=model.num_layers,
         kv_heads=model.num_kv_heads,

@@ -168,6 +168,25 @@ def test_chunk_sizes(chunk_size: int, tmp_path: Path) -> None:
     assert tokens(resident) == tokens(tiered)
 
 
+@pytest.mark.parametrize("index", ["chunks:8", "bounds", "moments"])
+def test_every_index_through_every_tier(index: str, tmp_path: Path) -> None:
+    """Another index is another selection; with the whole context as budget it is none."""
+    everything = RetrievalConfig(budget=4096, flush_tokens=32, index=index)
+    full, _ = generate(RAGGED[:2], 70, method="full")
+    sparse, _ = generate(RAGGED[:2], 70, retrieval=everything)
+    assert tokens(full) == tokens(sparse)
+    retrieval = RetrievalConfig(budget=48, flush_tokens=32, index=index)
+    resident, _ = generate(RAGGED[:2], 70, retrieval=retrieval)
+    tiered, _ = generate(
+        RAGGED[:2],
+        70,
+        retrieval=retrieval,
+        window=WindowConfig(multiple=1.5),
+        tiers=TierConfig(ssd_dir=str(tmp_path)),
+    )
+    assert tokens(resident) == tokens(tiered)
+
+
 def test_second_request_of_a_shape_compiles_nothing() -> None:
     config = KVDriveConfig(retrieval=SPARSE, window=WindowConfig(multiple=2))
     with Engine(MODEL, TOKENIZER, config) as engine:
@@ -301,6 +320,8 @@ def test_bad_requests_are_refused_before_any_work(
         ),
         ({"retrieval": RetrievalConfig(budget=10_000)}, "budget"),
         ({"context_length": 9000}, "context_length"),
+        ({"retrieval": RetrievalConfig(index="trees")}, "clusters, chunks, bounds, moments"),
+        ({"retrieval": RetrievalConfig(index="moments:3")}, "bf16, 8, 4, 2"),
     ],
 )
 def test_what_cannot_fit_is_refused_with_the_arithmetic(

@@ -43,7 +43,8 @@ def test_nothing_left_changes_nothing_and_anything_is_finite() -> None:
     q = jnp.full((1, 3, 64), 3e38)
     keys = jnp.full((1, 1, 4, 64), 3e38).at[:, :, ::2].multiply(-1)
     values = jnp.full((1, 1, 4, 64), 1e30)
-    near = attend(jnp.ones((1, 3, 64)), jnp.ones((1, 1, 2, 64)), values[:, :, :2], jnp.ones((1, 1, 2), bool))
+    valid = jnp.ones((1, 1, 2), bool)
+    near = attend(jnp.ones((1, 3, 64)), jnp.ones((1, 1, 2, 64)), values[:, :, :2], valid)
     none = estimate(q, keys, values, jnp.zeros((1, 1, 4)))
     np.testing.assert_array_equal(combine(near, none), combine(near))
     for part in (none, estimate(q, keys, values, jnp.array([[[1, 4, 0, 2]]]))):

@@ -174,9 +174,7 @@ class PlanesForm:
             raise ValueError(
                 f"keys must be [{lead}, N, {self.chunk_size}, D], got shape {keys.shape}"
             )
-        return self.vectors(
-            jnp.clip(keys.astype(jnp.float32), -MAGNITUDE_LIMIT, MAGNITUDE_LIMIT)
-        )
+        return self.vectors(jnp.clip(keys.astype(jnp.float32), -MAGNITUDE_LIMIT, MAGNITUDE_LIMIT))
 
 
 def _once(

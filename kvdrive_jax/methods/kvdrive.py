@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvdrive_jax.index.clusters import ClusterIndex
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
 from kvdrive_jax.pipeline.fetcher import Fetcher
 from kvdrive_jax.pipeline.indexing import (
@@ -43,7 +42,7 @@ from kvdrive_jax.pipeline.stages import (
     resident_layer,
     select_stage,
 )
-from kvdrive_jax.plan import WORKERS, Plan
+from kvdrive_jax.plan import WORKERS, Plan, layout_form
 from kvdrive_jax.tiers.pages import PageError, PageGeometry
 from kvdrive_jax.tiers.store import PageStore, SessionPages
 from kvdrive_jax.window.directory import Directory, empty_directory
@@ -78,6 +77,8 @@ class KVDrive(BatchMethod):
             sink=retrieval.sink,
             chunk_size=retrieval.chunk_size,
         )
+        on_ssd = not plan.resident and tools.config.tiers.ssd_dir is not None
+        self._layout = layout_form(tools.config) if on_ssd else None
         self._n_chunks = np.zeros(shape.batch, np.int64)
         self._store: PageStore | None = None
         self._sessions: list[SessionPages | None] = [None] * shape.batch
@@ -86,7 +87,7 @@ class KVDrive(BatchMethod):
         self._reserved: list[str] = []
         self._near: list[Near] = []
         self._window: list[jax.Array] = []
-        self._index: list[ClusterIndex] = []
+        self._index: list[Any] = []
         self._directory: list[Directory] = []
         self._step: Step | None = None
         self._tokens: list[Token] = []
@@ -152,6 +153,7 @@ class KVDrive(BatchMethod):
             prompt,
             int32(int(self.rows.length[row])),
             count,
+            layout=self._layout,
             near_capacity=shape.near_capacity,
             chunk_capacity=shape.chunk_capacity,
         )
@@ -177,7 +179,7 @@ class KVDrive(BatchMethod):
                     layer,
                     np.asarray(parts.pages),
                     int(self._n_chunks[row]),
-                    np.asarray(parts.piece.cluster_of_chunk),
+                    None if parts.groups is None else np.asarray(parts.groups),
                     np.asarray(parts.importance),
                 )
         self._pending = []

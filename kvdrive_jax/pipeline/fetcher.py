@@ -1,7 +1,8 @@
 """Fetch: missing pages from the store, through staging, into their slots (the staged way).
 
 Belongs to the engine's thread. A staging buffer is lent to one fetch until the next: a miss
-list that has arrived proves that the pages of the one before are in their slots; padding of a transfer is never copied by the host.
+list that has arrived proves that the pages of the one before are in their slots. Padding of a
+transfer is never copied by the host.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvdrive_jax.index.chunks import representatives, split_into_chunks
-from kvdrive_jax.index.clusters import ClusterIndex
+from kvdrive_jax.index.chunks import split_into_chunks
+from kvdrive_jax.index.clusters import ClusterForm, ClusterIndex
 from kvdrive_jax.index.selection import importance
 from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.stages import Near, StageSpec
@@ -21,28 +21,32 @@ class PromptParts(NamedTuple):
     """One layer of one session, taken apart.
 
     pages: [K, N, 2, c, D], rows from the session's chunk count on are padding; near: k, v
-    [K, W, D]; piece: its index; importance: [K, N] float32 (paper 7.1), 0 for padding.
+    [K, W, D]; piece: its index; importance: [K, N] float32 (paper 7.1), 0 for padding; groups:
+    [K, N] int32, the cluster of each chunk, for layout on SSD (None: no SSD tier).
     """
 
     pages: jax.Array
     near: Near
-    piece: ClusterIndex
+    piece: Any
     importance: jax.Array
+    groups: jax.Array | None
 
 
-@partial(jax.jit, static_argnames=("spec", "near_capacity", "chunk_capacity"))
+@partial(jax.jit, static_argnames=("spec", "layout", "near_capacity", "chunk_capacity"))
 def take_apart(
     spec: StageSpec,
     prompt: PromptLayer,
     length: jax.Array,
     n_chunks: jax.Array,
     *,
+    layout: ClusterForm | None,
     near_capacity: int,
     chunk_capacity: int,
 ) -> PromptParts:
     """Pages, near tokens, index and importance of one layer of a prompt.
 
-    length, n_chunks: int32 scalars; near_capacity: W; chunk_capacity: N.
+    length, n_chunks: int32 scalars; layout: what groups pages on SSD (None: no SSD tier);
+    near_capacity: W; chunk_capacity: N.
     """
     sink, chunk = spec.sink, spec.chunk_size
 
@@ -57,10 +61,15 @@ def take_apart(
         split_into_chunks(array, sink=sink, chunk_size=chunk, chunk_capacity=chunk_capacity)
         for array in (prompt.k, prompt.v)
     )
+    piece = spec.form.build(keys, n_chunks)
+    groups = None
+    if layout is not None:
+        clusters = piece if isinstance(piece, ClusterIndex) else layout.build(keys, n_chunks)
+        groups = clusters.cluster_of_chunk
     return PromptParts(
         jnp.stack([keys, values], axis=2),
         Near(near(prompt.k), near(prompt.v)),
-        spec.form.build(representatives(keys), n_chunks),
+        piece,
         importance(
             prompt.q_observed.transpose(1, 0, 2),
             prompt.k,
@@ -70,13 +79,14 @@ def take_apart(
             chunk_size=chunk,
             chunk_capacity=chunk_capacity,
         ),
+        groups,
     )
 
 
 @partial(jax.jit, static_argnames="spec", donate_argnames=("near", "index"))
 def insert_session(
-    spec: StageSpec, near: Near, index: ClusterIndex, row: jax.Array, parts: PromptParts
-) -> tuple[Near, ClusterIndex]:
+    spec: StageSpec, near: Near, index: Any, row: jax.Array, parts: PromptParts
+) -> tuple[Near, Any]:
     """One session's near tokens and index into row ``row`` of a layer's state (donated)."""
     place = partial(lax.dynamic_update_index_in_dim, index=row, axis=0)
     return (

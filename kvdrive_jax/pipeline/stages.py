@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kvdrive_jax.config import GroupRule
-from kvdrive_jax.index.clusters import ClusterForm, ClusterIndex
+from kvdrive_jax.index.form import IndexForm
 from kvdrive_jax.index.selection import select
 from kvdrive_jax.models.model import ModelDef
 from kvdrive_jax.pallas.attention import attend, attend_one, combine
@@ -33,7 +33,7 @@ class StageSpec:
     """
 
     model_def: ModelDef
-    form: ClusterForm
+    form: IndexForm
     rule: GroupRule
     selected: int
     sink: int
@@ -83,9 +83,7 @@ def _token(spec: StageSpec, leaves: Leaves, hidden: jax.Array, step: Step) -> To
 
 
 @partial(jax.jit, donate_argnames="buffers")
-def append_rows(
-    buffers: list[jax.Array], rows: list[jax.Array], at: jax.Array
-) -> list[jax.Array]:
+def append_rows(buffers: list[jax.Array], rows: list[jax.Array], at: jax.Array) -> list[jax.Array]:
     """Each of rows [B, K, D] into its buffer [B, K, T, D], donated, at position at [B]."""
     sessions = jnp.arange(at.shape[0])
     return [
@@ -134,7 +132,7 @@ def select_stage(
     leaves: Leaves,
     hidden: jax.Array,
     step: Step,
-    index: ClusterIndex,
+    index: Any,
     directory: Directory,
 ) -> tuple[Selected, Directory]:
     """Queries of one layer, the chunks they want, and which of them must be fetched.
@@ -181,7 +179,7 @@ def resident_layer(
     hidden: jax.Array,
     step: Step,
     near: Near,
-    index: ClusterIndex,
+    index: Any,
     window: jax.Array,
 ) -> tuple[jax.Array, Token]:
     """Select and compute of one layer whose window holds every chunk at the slot of its id."""
@@ -195,12 +193,12 @@ def resident_layer(
 def flush_stage(
     spec: StageSpec,
     near: Near,
-    index: ClusterIndex,
+    index: Any,
     n_new: jax.Array,
     n_chunks: jax.Array,
     *,
     flush_chunks: int,
-) -> tuple[jax.Array, Near, ClusterIndex]:
+) -> tuple[jax.Array, Near, Any]:
     """The oldest chunks of the near buffer as pages, indexed; the rest moves down.
 
     n_new, n_chunks: [B] int32, chunks to flush and chunks before. Returns pages
