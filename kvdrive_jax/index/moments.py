@@ -1,8 +1,9 @@
 """Index form ``moments``: mean and spread of every chunk's keys, scored by a bounded form.
 
 With ``a = q.mean / sqrt(D)`` and ``s^2 = sum_d q_d^2 var_d / D``, mean and deviation of the c
-logits of a chunk (channels taken as independent), a chunk holds most attention mass when one key stands
-out from equal others. A key can stand out by at most sqrt(c - 1) s (Samuelson), which gives
+logits of a chunk (channels taken as independent), a chunk holds most attention mass when one key
+stands out from equal others. A key can stand out by at most sqrt(c - 1) s (Samuelson), which
+gives
 
     score = a + log((exp(sqrt(c - 1) s) + (c - 1) exp(-s / sqrt(c - 1))) / c),
 
