@@ -146,7 +146,7 @@ def test_what_counts_as_found(text: str, hit: bool) -> None:
 def comparison_options(folder: str, *flags: str) -> argparse.Namespace:
     sizes = ["--contexts", "300,600", "--prefill-tokens", "100", "--prefill-rounds", "2"]
     sizes += ["--budget", "64", "--window", "1", "--check-tokens", "50"]
-    sizes += ["--rounds", "1", "--steps", "2"]
+    sizes += ["--rounds", "1", "--steps", "2", "--threads", "1"]
     return compare_transformers.parser().parse_args(["--model", folder, *sizes, *flags])
 
 
