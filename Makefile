@@ -57,7 +57,8 @@ generate: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/long_prompt.py --tokens $(PROMPT_TOKENS) > "$$work/prompt.txt" && \
 	echo "== asking the bundled model: KV on SSD and in 96 MiB of DRAM, 512 tokens attended a step" && \
 	$(VENV)/bin/python -m kvdrive_jax.generate --prompt-file "$$work/prompt.txt" \
-	  --max-new-tokens 48 --budget 512 --window 2 --dram-budget 96MiB --ssd-dir "$$work" $(ARGS)
+	  --max-new-tokens 48 --budget 512 --index moments --window 2 --dram-budget 96MiB \
+	  --ssd-dir "$$work" $(ARGS)
 	@echo
 	@echo "== the number hidden in the prompt was $$($(VENV)/bin/python benchmarks/long_prompt.py --answer)"
 	@echo "== try next:"

@@ -151,6 +151,24 @@ def test_flush_on_and_off_the_boundary(flush_tokens: int) -> None:
     assert tokens(full) == tokens(sparse)
 
 
+def test_two_thousand_tokens_stay_correct(tmp_path: Path) -> None:
+    """Eight flushes: first with every chunk selected, then through a small window and the SSD."""
+    prompt = [random_prompt(150)]
+    full, _ = generate(prompt, 2000, method="full")
+    sparse, _ = generate(prompt, 2000, retrieval=RetrievalConfig(budget=4096))
+    assert tokens(full) == tokens(sparse)
+    resident, _ = generate(prompt, 2000, retrieval=RetrievalConfig(budget=64))
+    tiered, stats = generate(
+        prompt,
+        2000,
+        retrieval=RetrievalConfig(budget=64),
+        window=WindowConfig(multiple=2),
+        tiers=TierConfig(ssd_dir=str(tmp_path), dram_budget=1_700_000, extent_bytes=4096),
+    )
+    assert tokens(resident) == tokens(tiered)
+    assert stats["bytes"]["ssd_to_dram"] > 0
+
+
 @pytest.mark.parametrize("chunk_size", [1, 3, 8])
 def test_chunk_sizes(chunk_size: int, tmp_path: Path) -> None:
     """Another chunk size is another selection, but never depends on where pages live."""
