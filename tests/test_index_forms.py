@@ -91,11 +91,11 @@ def test_appending_leaves_what_is_there_and_later_rows_alone(name: str) -> None:
 def test_appended_chunks_rank_as_their_keys_do(name: str, prompt: int, factor: float) -> None:
     """Also where the prompt had no chunk, or one, or lies in a far smaller range."""
     form = make_form(name)
-    old, new = random_keys(5, 1, max(prompt, 1), 4, 32), random_keys(6, 1, 30, 4, 32) * factor
+    old, new = random_keys(5, 1, max(prompt, 1), 4, 64), random_keys(6, 1, 30, 4, 64) * factor
     index = index_of(form, [(old, prompt)], 80)
     count = jnp.array([prompt])
     index = append(form, index, new[None], jnp.array([30]), count)
-    queries = jax.random.normal(jax.random.key(2), (1, 3, 32))
+    queries = jax.random.normal(jax.random.key(2), (1, 3, 64))
     got = np.asarray(score(form, index, queries, count + 30, "mean"))[0, 0, prompt : prompt + 30]
 
     kind, _, bits = name.partition(":")
