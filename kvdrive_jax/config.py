@@ -168,9 +168,6 @@ class WindowConfig:
         "HBM budget, else the largest of 4, 3, 2, 1.5 and 1 that does)",
         flag="window",
     )
-    lookahead: float = _option(
-        1.25, "candidates that lookahead eviction prefers to keep, as a multiple of the budget"
-    )
 
     def __post_init__(self) -> None:
         if self.multiple is not None:
@@ -180,12 +177,6 @@ class WindowConfig:
                 "a multiple of the budget of at least 1",
                 self.multiple,
             )
-        _require(
-            isinstance(self.lookahead, int | float) and 1 <= self.lookahead < math.inf,
-            "lookahead",
-            "a multiple of the budget of at least 1",
-            self.lookahead,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
