@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import jax
+
+# The one place where the warning is silenced that the Triton path of Pallas gives from jax 0.11 on.
+# docs/architecture.md says what a move to Mosaic GPU would take.
+TRITON_WARNING = "The Pallas Triton backend is deprecated"
+warnings.filterwarnings("ignore", message=TRITON_WARNING, category=DeprecationWarning)
+
+_compiling_for: ContextVar[str | None] = ContextVar("compiling_for", default=None)
 
 
 def platform() -> str:
-    """``cpu``, ``gpu`` or ``tpu``: where arrays live by default."""
-    return jax.default_backend()
+    """``cpu``, ``gpu`` or ``tpu``: where arrays live by default, or what is compiled for."""
+    return _compiling_for.get() or jax.default_backend()
+
+
+@contextmanager
+def compiling_for(name: str) -> Iterator[None]:
+    """Within it, `platform` is `name`: for ahead-of-time compilation without the device."""
+    token = _compiling_for.set(name)
+    try:
+        yield
+    finally:
+        _compiling_for.reset(token)
 
 
 def device_name() -> str:
