@@ -90,6 +90,11 @@ def numbers(text: str) -> list[int]:
     return values
 
 
+def names(text: str) -> list[str]:
+    """``clusters,moments:4`` as a list."""
+    return text.split(",")
+
+
 def fractions(text: str) -> list[float]:
     """``0.1,0.5`` as numbers from 0 to 1; ValueError for anything else."""
     values = [float(part) for part in text.split(",")]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,7 @@ from kvdrive_jax.index.clusters import ClusterForm
 from kvdrive_jax.index.form import make_form
 from kvdrive_jax.index.moments import MomentsForm
 from kvdrive_jax.index.selection import GROUP_RULES, select
+from kvdrive_jax.index.two_level import TwoLevelForm
 from kvdrive_jax.models.model import Model
 from kvdrive_jax.models.rope import inverse_frequencies
 from kvdrive_jax.models.tokenizer import Tokenizer
@@ -80,6 +82,8 @@ def rankings() -> list[Ranking]:
         Ranking("moments:bf16 unpaired", MomentsForm(bits=16, paired=False)),
         Ranking("moments:4, chunks of 8", MomentsForm(bits=4, chunk_size=8)),
         Ranking("moments:2, chunks of 8", MomentsForm(bits=2, chunk_size=8)),
+        Ranking("moments:4, 1/4 scanned", TwoLevelForm(MomentsForm(bits=4))),
+        Ranking("moments:4, 1/8 scanned", TwoLevelForm(MomentsForm(bits=4), 8)),
         Ranking("bounds:bf16, pages of 16", BoundsForm(bits=16, chunk_size=16)),
     ]
     made += [
@@ -276,6 +280,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     budgets = tuple(sorted(args.budgets))
     if any(budget % 16 for budget in budgets):
         parser.error(f"budgets must be multiples of 16 tokens, got {args.budgets}")
+
+    if not args.no_plots and importlib.util.find_spec("matplotlib") is None:
+        parser.error("plots need matplotlib: pip install -e '.[bench]', or give --no-plots")
 
     model = load_pretrained(args.model, "float32")
     tokenizer = Tokenizer.from_pretrained(args.model)

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from benchmarks.common import (
     environment,
     fractions,
     model_shape,
+    names,
     numbers,
     table,
     write_result,
@@ -54,6 +56,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--depths", type=fractions, default=[0.05, 0.2, 0.4, 0.6, 0.75, 0.9])
     made.add_argument(
         "--budgets", type=numbers, default=[512, 256], help="of kvdrive; full always runs"
+    )
+    made.add_argument(
+        "--indexes", type=names, default=[RetrievalConfig().index], help="one kvdrive each"
     )
     made.add_argument("--new-tokens", type=int, default=24)
     made.add_argument("--chunk-size", type=int, default=RetrievalConfig().chunk_size)
@@ -86,11 +91,11 @@ def configurations(options: argparse.Namespace) -> dict[str, KVDriveConfig]:
             tiers=TierConfig(hbm_budget=options.hbm_budget),
         )
     }
-    for budget in options.budgets:
-        found[f"kvdrive {budget}"] = KVDriveConfig(
+    for index, budget in product(options.indexes, options.budgets):
+        found[f"{index} {budget}"] = KVDriveConfig(
             dtype=options.dtype,
             batch_size=1,
-            retrieval=RetrievalConfig(budget=budget, chunk_size=options.chunk_size),
+            retrieval=RetrievalConfig(budget=budget, index=index, chunk_size=options.chunk_size),
             window=WindowConfig(multiple=options.window),
             tiers=tiers,
         )

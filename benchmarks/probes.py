@@ -6,7 +6,7 @@ engine's own code. Sessions one at a time (batch size 1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -116,6 +116,18 @@ def synthetic_prefill(seed: int = 0) -> Iterator[None]:
         return hidden, _random_layer(key, static, hidden.shape[0], observed)
 
     with patch.object(batch, "prefill_layer", prefill_layer):
+        yield
+
+
+@contextmanager
+def forced_tokens(ids: Sequence[int]) -> Iterator[None]:
+    """The engine takes these tokens, whatever its logits say; give it as many new tokens."""
+    coming = iter(ids)
+
+    def next_tokens(logits: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
+        return jnp.array([next(coming)], jnp.int32), jnp.isfinite(logits).all(axis=-1)
+
+    with patch.object(batch, "_next_tokens", next_tokens):
         yield
 
 

@@ -264,7 +264,7 @@ def _metavar(name: str) -> str:
         return "FILE"
     if name.endswith("_dir"):
         return "DIR"
-    return {"model": "MODEL", "budget": "N"}.get(name, "SIZE")
+    return {"model": "MODEL", "budget": "N", "index": "NAME[:BITS]"}.get(name, "SIZE")
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

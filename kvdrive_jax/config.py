@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 GroupRule = Literal["softmax-sum", "softmax-max", "max", "mean"]
+Estimate = Literal["none", "chunks", "clusters"]
 MethodName = Literal["kvdrive", "full"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -96,6 +97,16 @@ class RetrievalConfig:
         "what ranks chunks, NAME or NAME:BITS: clusters, chunks, bounds or moments, the last three "
         "in bf16, 8, 4 or 2 bits",
     )
+    scan_one_in: int = _option(
+        1,
+        "read all spans of a coarse index and the full index of one span in so many (moments only; "
+        "1 reads all of it)",
+    )
+    estimate: Estimate = _option(
+        "none",
+        "what stands for the chunks that a step does not select: nothing, each chunk's mean, or "
+        "the means of clusters",
+    )
     tokens_per_cluster: int = _option(16, "tokens per centroid of clusters")
     sink: int = _option(4, "first tokens, always attended")
     local: int = _option(64, "last tokens, always attended")
@@ -127,14 +138,15 @@ class RetrievalConfig:
                     f"at least one chunk (chunk_size = {self.chunk_size} tokens)",
                     budget,
                 )
-        for name in ("tokens_per_cluster", "observation", "kmeans_rounds", "local"):
+        for name in ("tokens_per_cluster", "observation", "kmeans_rounds", "local", "scan_one_in"):
             value = getattr(self, name)
             _require(_positive_int(value), name, "a positive integer", value)
         _require(
             isinstance(self.sink, int) and self.sink >= 0, "sink", "an integer >= 0", self.sink
         )
-        choices = get_args(GroupRule)
-        _require(self.group_rule in choices, "group_rule", f"one of {choices}", self.group_rule)
+        for name, kind in (("group_rule", GroupRule), ("estimate", Estimate)):
+            choices = get_args(kind)
+            _require(getattr(self, name) in choices, name, f"one of {choices}", getattr(self, name))
         for name in ("segment_tokens", "flush_tokens"):
             value = getattr(self, name)
             _require(

@@ -141,6 +141,7 @@ class Engine:
                 f"budget {budget}",
                 f"chunk {retrieval.chunk_size}",
                 f"index {retrieval.index}",
+                f"estimate {retrieval.estimate}",
                 f"sink {retrieval.sink} local {retrieval.local}",
                 f"group {retrieval.group_rule}",
                 f"window {'auto' if window is None else f'x{window:g}'}",

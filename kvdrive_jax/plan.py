@@ -16,6 +16,7 @@ from kvdrive_jax.budgets import Budgets, resolve_budgets
 from kvdrive_jax.config import KVDriveConfig, TierConfig, format_size
 from kvdrive_jax.index.clusters import ClusterForm
 from kvdrive_jax.index.form import IndexForm, make_form
+from kvdrive_jax.index.rest import Retrieval
 from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.models.weights import describe_pretrained
 from kvdrive_jax.pipeline.fetcher import STAGING_BUFFERS
@@ -64,7 +65,7 @@ class Plan:
     resident: bool
     sessions: tuple[SessionPlan, ...]
     cluster_capacity: int
-    form: IndexForm | None
+    retrieval: Retrieval | None
 
     def used(self, tier: Tier) -> int:
         """Bytes planned in a tier."""
@@ -194,7 +195,7 @@ def plan_batch(
             resident=True,
             sessions=(),
             cluster_capacity=0,
-            form=None,
+            retrieval=None,
         )
     return _plan_kvdrive(model, dtype, config, shape, budgets, base)
 
@@ -248,6 +249,7 @@ def index_form(config: KVDriveConfig, model: ModelConfig) -> IndexForm:
         tokens_per_cluster=retrieval.tokens_per_cluster,
         segment_tokens=retrieval.segment_tokens,
         kmeans_rounds=retrieval.kmeans_rounds,
+        scan_one_in=retrieval.scan_one_in,
     )
 
 
@@ -271,7 +273,7 @@ def _plan_kvdrive(
     base: list[Line],
 ) -> Plan:
     retrieval, tiers = config.retrieval, config.tiers
-    form = index_form(config, model)
+    retrieves = Retrieval(index_form(config, model), retrieval.estimate, layout_form(config))
     geometry = PageGeometry(
         layers=model.num_layers,
         kv_heads=model.num_kv_heads,
@@ -280,8 +282,10 @@ def _plan_kvdrive(
         dtype=dtype,
     )
     pairs = shape.batch * model.num_layers * model.num_kv_heads
-    clusters = form.cluster_capacity(shape.chunk_capacity, shape.flush_events, shape.flush_chunks)
-    index = model.num_layers * form.nbytes(
+    clusters = retrieves.cluster_capacity(
+        shape.chunk_capacity, shape.flush_events, shape.flush_chunks
+    )
+    index = model.num_layers * retrieves.nbytes(
         shape.batch, model.num_kv_heads, model.head_dim, shape.chunk_capacity, clusters
     )
     near = pairs * shape.near_capacity * 2 * model.head_dim * dtype.itemsize
@@ -336,7 +340,7 @@ def _plan_kvdrive(
         resident=resident,
         sessions=tuple(sessions),
         cluster_capacity=clusters,
-        form=form,
+        retrieval=retrieves,
     )
 
 

@@ -186,14 +186,24 @@ def test_chunk_sizes(chunk_size: int, tmp_path: Path) -> None:
     assert tokens(resident) == tokens(tiered)
 
 
-@pytest.mark.parametrize("index", ["chunks:8", "bounds", "moments"])
-def test_every_index_through_every_tier(index: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("index", "estimate"),
+    [
+        ("chunks:8", "none"),
+        ("bounds", "chunks"),
+        ("moments", "clusters"),
+        ("clusters", "clusters"),
+        ("moments", "chunks"),
+    ],
+)
+def test_every_index_through_every_tier(index: str, estimate: str, tmp_path: Path) -> None:
     """Another index is another selection; with the whole context as budget it is none."""
-    everything = RetrievalConfig(budget=4096, flush_tokens=32, index=index)
+    chosen: dict[str, Any] = {"flush_tokens": 32, "index": index, "estimate": estimate}
+    everything = RetrievalConfig(budget=4096, **chosen)
     full, _ = generate(RAGGED[:2], 70, method="full")
     sparse, _ = generate(RAGGED[:2], 70, retrieval=everything)
     assert tokens(full) == tokens(sparse)
-    retrieval = RetrievalConfig(budget=48, flush_tokens=32, index=index)
+    retrieval = RetrievalConfig(budget=48, **chosen)
     resident, _ = generate(RAGGED[:2], 70, retrieval=retrieval)
     tiered, _ = generate(
         RAGGED[:2],

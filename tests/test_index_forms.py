@@ -12,9 +12,9 @@ import pytest
 from kvdrive_jax.index.form import FORMS, IndexForm, make_form, parse_index
 from kvdrive_jax.index.selection import GROUP_RULES, combine_group
 
-NAMES = (
-    "clusters", "chunks:2", "bounds:4", "moments:bf16", "moments:4",
-)  # fmt: skip
+TWO_LEVEL = "moments:8, one in 3"
+ONE_LEVEL = ("clusters", "chunks:2", "bounds:4", "moments:bf16", "moments:4")
+NAMES = (*ONE_LEVEL, TWO_LEVEL)
 # How well the scores of appended chunks must correlate with unquantised ones, by bits.
 CORRELATION = {"bf16": 0.99, "4": 0.8, "2": 0.5}
 
@@ -35,6 +35,11 @@ def random_keys(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(channels[0] + chunk + inside, jnp.float32)
 
 
+def form_of(name: str) -> IndexForm:
+    """The form of one of NAMES."""
+    return make_form("moments:8", scan_one_in=3) if name == TWO_LEVEL else make_form(name)
+
+
 def index_of(form: IndexForm, rows: list[tuple[jax.Array, int]], chunks: int) -> Any:
     """An index with room for `chunks` chunks, its rows built from (keys, n_chunks)."""
     kv_heads, dim = rows[0][0].shape[0], rows[0][0].shape[-1]
@@ -46,7 +51,7 @@ def index_of(form: IndexForm, rows: list[tuple[jax.Array, int]], chunks: int) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_capacity_and_neighbours_change_no_score(name: str) -> None:
-    form = make_form(name)
+    form = form_of(name)
     heads, group, dim = 2, 3, 80
     keys, other = random_keys(0, heads, 13, 4, dim), random_keys(1, heads, 20, 4, dim)
     more = random_keys(2, 2, heads, 6, 4, dim)
@@ -70,9 +75,9 @@ def test_padding_capacity_and_neighbours_change_no_score(name: str) -> None:
     assert np.all(scores[1, :, 20:] == -np.inf)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_LEVEL)
 def test_appending_leaves_what_is_there_and_later_rows_alone(name: str) -> None:
-    form = make_form(name)
+    form = form_of(name)
     keys = random_keys(3, 1, 24, 4, 20)
     index = index_of(form, [(keys, 24), (keys, 24)], 40)
     queries = jax.random.normal(jax.random.key(1), (2, 3, 20))
@@ -86,11 +91,11 @@ def test_appending_leaves_what_is_there_and_later_rows_alone(name: str) -> None:
     assert np.all(after[1, :, 24:] == -np.inf)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "clusters"])
+@pytest.mark.parametrize("name", ONE_LEVEL[1:])
 @pytest.mark.parametrize(("prompt", "factor"), [(0, 1), (1, 1), (40, 3)])
 def test_appended_chunks_rank_as_their_keys_do(name: str, prompt: int, factor: float) -> None:
     """Also where the prompt had no chunk, or one, or lies in a far smaller range."""
-    form = make_form(name)
+    form = form_of(name)
     old, new = random_keys(5, 1, max(prompt, 1), 4, 64), random_keys(6, 1, 30, 4, 64) * factor
     index = index_of(form, [(old, prompt)], 80)
     count = jnp.array([prompt])
@@ -107,7 +112,7 @@ def test_appended_chunks_rank_as_their_keys_do(name: str, prompt: int, factor: f
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_finite_keys_give_finite_scores(name: str) -> None:
-    form = make_form(name)
+    form = form_of(name)
     limit = float(jnp.finfo(jnp.bfloat16).max)
     rows = [
         jnp.zeros((24, 4, 16)),
@@ -138,9 +143,9 @@ def test_float16_keys_and_queries_are_fine() -> None:
     assert np.all(np.isfinite(score(form, index, queries, jnp.array([8]), "softmax-sum")))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_LEVEL)
 def test_bytes_are_those_of_the_arrays(name: str) -> None:
-    form = make_form(name)
+    form = form_of(name)
     index = form.empty(2, 3, 80, 100, form.cluster_capacity(100, 0, 0))
     size = form.nbytes(2, 3, 80, 100, form.cluster_capacity(100, 0, 0))
     assert size == sum(x.nbytes for x in jax.tree.leaves(index))
@@ -148,14 +153,14 @@ def test_bytes_are_those_of_the_arrays(name: str) -> None:
     fixed = 2 * 3 * 80 * 4 * 4
     assert 0 <= size - form.bytes_per_token(80) * 2 * 3 * 400 <= fixed
     assert form.bytes_scanned(80, 100) == pytest.approx(form.bytes_per_token(80) * 400, rel=0.01)
-    assert hash(form) == hash(make_form(name))
-    assert form == make_form(name)
+    assert hash(form) == hash(form_of(name))
+    assert form == form_of(name)
     assert form.name == name.partition(":")[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_chunks_score_nothing(name: str) -> None:
-    form = make_form(name)
+    form = form_of(name)
     for room in (0, 3):
         index = form.empty(2, 1, 16, room, form.cluster_capacity(room, 0, 0))
         scores = score(form, index, jnp.ones((2, 3, 16)), jnp.array([0, 0]), "softmax-sum")

@@ -9,6 +9,8 @@ to the mean value that belongs to one key's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +18,34 @@ from jax import lax
 from kvdrive_jax.index.chunks import MAGNITUDE_LIMIT
 from kvdrive_jax.index.products import group_queries
 from kvdrive_jax.pallas.attention.reference import MASKED, Partial
+
+
+def attend_groups(
+    logits: jax.Array, counts: jax.Array, weighted_sum: Callable[[jax.Array], jax.Array]
+) -> Partial:
+    """Attention over groups of keys, each taken as so many copies of its mean.
+
+    Args:
+        logits: [B, K, G, X] float32, q.mean key / sqrt(D), finite.
+        counts: [B, K, X] float32, keys that each group stands for and that nothing else attends
+            to; 0 for padding and for what is selected.
+        weighted_sum: of mean values: [B, K, G, X] float32 -> [B, K, G, D] float32.
+
+    Returns:
+        A partial with leading [B, H].
+    """
+    present = counts[:, :, None] > 0
+    logits = logits + jnp.log(jnp.where(present, counts[:, :, None], 1.0))
+    m = jnp.where(present, logits, MASKED).max(axis=-1, initial=MASKED)
+    weights = jnp.where(present, jnp.exp(logits - m[..., None]), 0.0)
+    o = weighted_sum(weights)
+    batch, kv_heads, group = m.shape
+    heads = kv_heads * group
+    return Partial(
+        o.reshape(batch, heads, -1),
+        weights.sum(axis=-1).reshape(batch, heads),
+        m.reshape(batch, heads),
+    )
 
 
 def estimate(
@@ -34,27 +64,20 @@ def estimate(
         A partial with leading [B, H], to be combined with those of exact attention; finite for
         finite input.
     """
-    batch, kv_heads, _, dim = mean_keys.shape
+    _, kv_heads, _, dim = mean_keys.shape
     grouped = group_queries(queries, kv_heads, dim) * dim**-0.5
     keys = jnp.clip(mean_keys.astype(jnp.float32), -MAGNITUDE_LIMIT, MAGNITUDE_LIMIT)
     logits = jnp.einsum("bkgd,bkxd->bkgx", grouped, keys, precision=lax.Precision.HIGHEST)
-    counts = counts.astype(jnp.float32)[:, :, None]
-    present = counts > 0
-    logits = logits + jnp.log(jnp.where(present, counts, 1.0))
-    m = jnp.where(present, logits, MASKED).max(axis=-1, initial=MASKED)
-    weights = jnp.where(present, jnp.exp(logits - m[..., None]), 0.0)
-    o = jnp.einsum(
-        "bkgx,bkxd->bkgd",
-        weights,
-        mean_values.astype(jnp.float32),
-        precision=lax.Precision.HIGHEST,
-    )
-    heads = queries.shape[1]
-    return Partial(
-        o.reshape(batch, heads, dim),
-        weights.sum(axis=-1).reshape(batch, heads),
-        m.reshape(batch, heads),
-    )
+
+    def weighted_sum(weights: jax.Array) -> jax.Array:
+        return jnp.einsum(
+            "bkgx,bkxd->bkgd",
+            weights,
+            mean_values.astype(jnp.float32),
+            precision=lax.Precision.HIGHEST,
+        )
+
+    return attend_groups(logits, counts.astype(jnp.float32), weighted_sum)
 
 
 def unselected_counts(

@@ -20,6 +20,7 @@ from kvdrive_jax.index.chunk_means import ChunksForm
 from kvdrive_jax.index.clusters import ClusterForm
 from kvdrive_jax.index.moments import MomentsForm
 from kvdrive_jax.index.quantise import parse_bits
+from kvdrive_jax.index.two_level import TwoLevelForm
 
 FORMS: dict[str, tuple[str, ...]] = {
     "clusters": ("bf16",),
@@ -109,20 +110,28 @@ def make_form(
     tokens_per_cluster: int = 16,
     segment_tokens: int = 8192,
     kmeans_rounds: int = 10,
+    scan_one_in: int = 1,
 ) -> IndexForm:
     """The form that ``NAME`` or ``NAME:BITS`` names.
 
-    rotary_dim is the model's, 0 where RoPE turns all channels; the last three are for clusters.
+    rotary_dim is the model's, 0 where RoPE turns all channels; scan_one_in above 1 makes moments
+    read in two levels (`TwoLevelForm`); the three before it are for clusters.
     Raises ValueError as `parse_index` and the forms do.
     """
     name, text = parse_index(index)
     bits = parse_bits(text)
+    if scan_one_in != 1 and name != "moments":
+        raise ValueError(
+            f"scan_one_in must be 1 for index {name}, got {scan_one_in}: only moments are read in "
+            "two levels"
+        )
     if name == "chunks":
         return ChunksForm(chunk_size=chunk_size, bits=bits)
     if name == "bounds":
         return BoundsForm(chunk_size=chunk_size, bits=bits)
     if name == "moments":
-        return MomentsForm(chunk_size=chunk_size, bits=bits, rotary_dim=rotary_dim)
+        moments = MomentsForm(chunk_size=chunk_size, bits=bits, rotary_dim=rotary_dim)
+        return moments if scan_one_in == 1 else TwoLevelForm(moments, scan_one_in)
     return ClusterForm(
         tokens_per_cluster=tokens_per_cluster,
         chunk_size=chunk_size,

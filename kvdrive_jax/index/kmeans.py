@@ -76,13 +76,13 @@ def segmented(
     in_use = in_use.reshape(-1)[:clusters]
 
     def last_round(
-        totals: tuple[jax.Array, jax.Array], args: tuple[jax.Array, jax.Array]
+        done: tuple[jax.Array, jax.Array], args: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         part, n = args
         ids = _assign(part, directions, in_use)
         ids = jnp.where(jnp.arange(segment_chunks) < n, ids, clusters)
-        sums, sizes = _totals(part, ids, clusters)
-        return (totals[0] + sums, totals[1] + sizes), ids
+        sums, sizes = totals(part, ids, clusters)
+        return (done[0] + sums, done[1] + sizes), ids
 
     nothing = (
         jnp.zeros((heads, clusters, dim), jnp.float32),
@@ -107,7 +107,7 @@ def _directions(vectors: jax.Array, count: jax.Array, in_use: jax.Array, rounds:
 
     def one_round(_: int, directions: jax.Array) -> jax.Array:
         ids = jnp.where(real, _assign(vectors, directions, in_use), clusters)
-        sums, sizes = _totals(vectors, ids, clusters)
+        sums, sizes = totals(vectors, ids, clusters)
         return jnp.where((sizes > 0)[..., None], _unit(sums), directions)
 
     directions: jax.Array = lax.fori_loop(0, rounds, one_round, first)
@@ -156,7 +156,7 @@ def _tiles(heads: int, total: int, clusters: int, tile_bytes: int) -> tuple[int,
     return -(-total // blocks), blocks
 
 
-def _totals(vectors: jax.Array, ids: jax.Array, clusters: int) -> tuple[jax.Array, jax.Array]:
+def totals(vectors: jax.Array, ids: jax.Array, clusters: int) -> tuple[jax.Array, jax.Array]:
     """Sums [K, C, D] and counts [K, C] of the members of each cluster; id C counts nowhere."""
     heads = vectors.shape[0]
     flat = jnp.where(

@@ -71,21 +71,29 @@ class MomentsForm(PlanesForm):
         if self.chunk_size == 1:
             return (mean,)
         variance = jnp.square(keys - mean[..., None, :]).mean(axis=-2)
-        if self.paired:
-            first, second = self._pairs(variance)
-            odd = first.shape[-1] - second.shape[-1]
-            second = jnp.concatenate([second, first[..., -1:]], axis=-1) if odd else second
-            variance = (first + second) / 2
-        return mean, jnp.sqrt(variance)
+        return mean, jnp.sqrt(self.shared(variance))
+
+    def shared(self, variance: jax.Array) -> jax.Array:
+        """The variance that each pair of channels [..., D] shares, or each channel its own."""
+        if not self.paired:
+            return variance
+        first, second = self._pairs(variance)
+        odd = first.shape[-1] - second.shape[-1]
+        second = jnp.concatenate([second, first[..., -1:]], axis=-1) if odd else second
+        return (first + second) / 2
 
     def chunk_logits(self, planes: tuple[Plane, ...], queries: jax.Array) -> jax.Array:
+        return self.span_logits(planes, queries, self.chunk_size)
+
+    def span_logits(self, planes: tuple[Plane, ...], queries: jax.Array, count: int) -> jax.Array:
+        """The same for planes of which each vector stands for `count` keys."""
         specs = self.specs()
         scale = queries.shape[-1] ** -0.5
         logits = specs[0].product(planes[0], queries) * scale
         if self.chunk_size == 1:
             return logits
         deviation = specs[1].norm(planes[1], self._weights(queries)) * scale
-        return bounded_logits(logits, deviation, self.chunk_size)
+        return bounded_logits(logits, deviation, count)
 
     def _weights(self, queries: jax.Array) -> jax.Array:
         """What multiplies each deviation: |q_d|, or the length of a pair's two."""

@@ -6,7 +6,7 @@ each kind in a plane of its own, and scores every chunk by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -108,10 +108,14 @@ class PlanesForm:
         Returns:
             A piece with room for N chunks.
         """
+        return self.piece(self._checked(keys, 4), n_chunks)
+
+    def piece(self, vectors: Sequence[jax.Array], count: jax.Array) -> PlaneIndex:
+        """A piece from vectors [K, N, C] float32 of each plane, of which `count` are real."""
         return PlaneIndex(
             tuple(
-                spec.quantise(vectors, *spec.ranges(vectors, n_chunks))
-                for spec, vectors in zip(self.specs(), self._checked(keys, 4), strict=True)
+                spec.quantise(part, *spec.ranges(part, count))
+                for spec, part in zip(self.specs(), vectors, strict=True)
             )
         )
 
@@ -135,14 +139,22 @@ class PlanesForm:
             n_new: [B] int32, real ones among the F; 0 leaves a session's index as it is.
             n_chunks_before: [B] int32, the id of the first new chunk.
         """
+        return self.append_vectors(index, self._checked(keys, 5), n_new, n_chunks_before)
+
+    def append_vectors(
+        self, index: PlaneIndex, vectors: Sequence[jax.Array], n_new: jax.Array, n_before: jax.Array
+    ) -> PlaneIndex:
+        """As `append`, from vectors [B, K, F, C] float32 of each plane."""
         return PlaneIndex(
             tuple(
-                spec.append(plane, vectors, n_new, n_chunks_before)
-                for spec, plane, vectors in zip(
-                    self.specs(), index.planes, self._checked(keys, 5), strict=True
-                )
+                spec.append(plane, part, n_new, n_before)
+                for spec, plane, part in zip(self.specs(), index.planes, vectors, strict=True)
             )
         )
+
+    def restored(self, planes: tuple[Plane, ...]) -> tuple[jax.Array, ...]:
+        """The vectors [..., N, C] float32 that planes hold."""
+        return tuple(spec.restore(plane) for spec, plane in zip(self.specs(), planes, strict=True))
 
     def scores(
         self, index: PlaneIndex, queries: jax.Array, n_chunks: jax.Array, rule: GroupRule

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvdrive_jax.index.products import (
+    WORD_BITS,
     channel_major_product,
     pack,
     packed_product,
@@ -203,6 +204,39 @@ class PlaneSpec:
         product = packed_product(weights, plane.codes, self.bits, square=False) - offset
         common = _dot(queries, plane.middle)[..., None]
         return product * stretch + common
+
+    def weighted_sum(self, plane: Plane, weights: jax.Array) -> jax.Array:
+        """Sum over chunks of weight x vector: weights [B, K, G, N] >= 0 -> [B, K, G, C] float32.
+
+        What stands in a chunk that a session does not have must weigh 0.
+        """
+        if self.bits == 16:
+            return jnp.einsum(
+                "bkgn,bkcn->bkgc",
+                weights.astype(plane.codes.dtype),
+                plane.codes,
+                preferred_element_type=jnp.float32,
+            )
+        channels = plane.scale.shape[-1]
+        stretched = weights * plane.stretch.astype(jnp.float32)[:, :, None]
+        mask = jnp.uint32(2**self.bits - 1)
+        # A place of all words at a time: the codes of one place are widened, summed and forgotten.
+        sums = [
+            jnp.einsum(
+                "bkgn,bkwn->bkgw",
+                stretched,
+                ((plane.codes >> jnp.uint32(place)) & mask).astype(jnp.float32),
+                precision=lax.Precision.HIGHEST,
+            )
+            for place in range(0, WORD_BITS, self.bits)
+        ]
+        total = jnp.concatenate(sums, axis=-1)[..., :channels] / self._steps
+        if self.signed:
+            total = 2 * total - stretched.sum(axis=-1, keepdims=True)
+        total = total * plane.scale[:, :, None]
+        if self.signed:
+            total = total + plane.middle[:, :, None] * weights.sum(axis=-1, keepdims=True)
+        return total
 
     def norm(self, plane: Plane, queries: jax.Array) -> jax.Array:
         """sqrt(sum_d (q_d x_d)^2) for queries [B, K, G, C] >= 0 and every x: [B, K, G, N] float32.

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
 from kvdrive_jax.pipeline.fetcher import Fetcher
 from kvdrive_jax.pipeline.indexing import (
@@ -67,11 +68,11 @@ class KVDrive(BatchMethod):
 
     def __init__(self, tools: Tools, plan: Plan, rows: BatchRows) -> None:
         super().__init__(tools, plan, rows)
-        assert plan.form is not None
+        assert plan.retrieval is not None
         model, shape, retrieval = tools.model, plan.shape, tools.config.retrieval
         self._spec = StageSpec(
             model_def=model.static,
-            form=plan.form,
+            retrieval=plan.retrieval,
             rule=retrieval.group_rule,
             selected=shape.selected,
             sink=retrieval.sink,
@@ -87,7 +88,7 @@ class KVDrive(BatchMethod):
         self._reserved: list[str] = []
         self._near: list[Near] = []
         self._window: list[jax.Array] = []
-        self._index: list[Any] = []
+        self._index: list[LayerIndex] = []
         self._directory: list[Directory] = []
         self._step: Step | None = None
         self._tokens: list[Token] = []
@@ -106,7 +107,7 @@ class KVDrive(BatchMethod):
         plan, shape = self.plan, self.plan.shape
         model, retrieval = self.tools.model, self.tools.config.retrieval
         config, dtype = model.config, model.dtype
-        assert plan.form is not None
+        assert plan.retrieval is not None
         sizes = (shape.batch, config.num_kv_heads)
         near = (*sizes, shape.near_capacity, config.head_dim)
         window = (*sizes, plan.window_slots, 2, retrieval.chunk_size, config.head_dim)
@@ -114,7 +115,9 @@ class KVDrive(BatchMethod):
         self._near = [Near(jnp.zeros(near, dtype), jnp.zeros(near, dtype)) for _ in layers]
         self._window = [jnp.zeros(window, dtype) for _ in layers]
         self._index = [
-            plan.form.empty(*sizes, config.head_dim, shape.chunk_capacity, plan.cluster_capacity)
+            plan.retrieval.empty(
+                *sizes, config.head_dim, shape.chunk_capacity, plan.cluster_capacity
+            )
             for _ in layers
         ]
         if not plan.resident:

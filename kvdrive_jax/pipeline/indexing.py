@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 
 from kvdrive_jax.index.chunks import split_into_chunks
 from kvdrive_jax.index.clusters import ClusterForm, ClusterIndex
+from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.index.selection import importance
 from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.stages import Near, StageSpec
@@ -27,7 +28,7 @@ class PromptParts(NamedTuple):
 
     pages: jax.Array
     near: Near
-    piece: Any
+    piece: LayerIndex
     importance: jax.Array
     groups: jax.Array | None
 
@@ -61,10 +62,11 @@ def take_apart(
         split_into_chunks(array, sink=sink, chunk_size=chunk, chunk_capacity=chunk_capacity)
         for array in (prompt.k, prompt.v)
     )
-    piece = spec.form.build(keys, n_chunks)
+    piece = spec.retrieval.build(keys, values, n_chunks)
     groups = None
     if layout is not None:
-        clusters = piece if isinstance(piece, ClusterIndex) else layout.build(keys, n_chunks)
+        made = [part for part in piece if isinstance(part, ClusterIndex)]
+        clusters = made[0] if made else layout.build(keys, n_chunks)
         groups = clusters.cluster_of_chunk
     return PromptParts(
         jnp.stack([keys, values], axis=2),
@@ -85,13 +87,13 @@ def take_apart(
 
 @partial(jax.jit, static_argnames="spec", donate_argnames=("near", "index"))
 def insert_session(
-    spec: StageSpec, near: Near, index: Any, row: jax.Array, parts: PromptParts
-) -> tuple[Near, Any]:
+    spec: StageSpec, near: Near, index: LayerIndex, row: jax.Array, parts: PromptParts
+) -> tuple[Near, LayerIndex]:
     """One session's near tokens and index into row ``row`` of a layer's state (donated)."""
     place = partial(lax.dynamic_update_index_in_dim, index=row, axis=0)
     return (
         Near(place(near.k, parts.near.k), place(near.v, parts.near.v)),
-        spec.form.insert(index, row, parts.piece),
+        spec.retrieval.insert(index, row, parts.piece),
     )
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kvdrive_jax.config import GroupRule
-from kvdrive_jax.index.form import IndexForm
+from kvdrive_jax.index.rest import LayerIndex, Retrieval
 from kvdrive_jax.index.selection import select
 from kvdrive_jax.models.model import ModelDef
-from kvdrive_jax.pallas.attention import attend, attend_one, combine
+from kvdrive_jax.pallas.attention import Partial, attend, attend_one, combine
 from kvdrive_jax.window.directory import Directory, place
 from kvdrive_jax.window.eviction import lookahead
 
@@ -33,7 +33,7 @@ class StageSpec:
     """
 
     model_def: ModelDef
-    form: IndexForm
+    retrieval: Retrieval
     rule: GroupRule
     selected: int
     sink: int
@@ -101,8 +101,10 @@ def _attend(
     near: Near,
     window: jax.Array,
     slots: jax.Array,
+    rest: Partial | None,
 ) -> jax.Array:
-    """Attention over sink, the pages in ``slots`` [B, K, P] and local, then feed-forward."""
+    """Attention over sink, the pages in ``slots`` [B, K, P] and local, and what is estimated
+    of the rest, then feed-forward."""
     batch, kv_heads, count = slots.shape
     dim = window.shape[-1]
     rows = jnp.arange(batch)[:, None, None]
@@ -113,17 +115,30 @@ def _attend(
     chosen = attend(token.q, keys, values, jnp.repeat(slots >= 0, spec.chunk_size, axis=-1))
     present = jnp.arange(near.k.shape[2])[None, None, :] < step.near_row[:, None, None]
     close = attend(token.q, near.k, near.v, present)
-    attended = combine(chosen, close, attend_one(*token)).astype(hidden.dtype)
+    parts = [chosen, close, attend_one(*token), *([] if rest is None else [rest])]
+    attended = combine(*parts).astype(hidden.dtype)
     return spec.model_def.merge_layer(leaves).after_attention(hidden, attended)
 
 
 class Selected(NamedTuple):
     """Outcome of select: the new token; slots [B, K, P] int32 (-1: none); missing [2, B, K, P]
-    int32: chunk ids that must be fetched (-1: none) and the slots they go to."""
+    int32: chunk ids that must be fetched (-1: none) and the slots they go to; rest: the estimated
+    attention to what is not selected, or None."""
 
     token: Token
     slots: jax.Array
     missing: jax.Array
+    rest: Partial | None
+
+
+def _select(
+    spec: StageSpec, token: Token, step: Step, index: LayerIndex
+) -> tuple[jax.Array, jax.Array, Partial | None]:
+    """Chunk ids [B, K, P] (-1: none), scores [B, K, N], and the estimate of the rest."""
+    retrieval = spec.retrieval
+    scores = retrieval.form.scores(index.ranking, token.q, step.n_chunks, spec.rule)
+    ids = select(scores, step.n_chunks, spec.selected)
+    return ids, scores, retrieval.rest(index, token.q, ids, step.n_chunks)
 
 
 @partial(jax.jit, static_argnames="spec", donate_argnames="directory")
@@ -132,7 +147,7 @@ def select_stage(
     leaves: Leaves,
     hidden: jax.Array,
     step: Step,
-    index: Any,
+    index: LayerIndex,
     directory: Directory,
 ) -> tuple[Selected, Directory]:
     """Queries of one layer, the chunks they want, and which of them must be fetched.
@@ -140,11 +155,10 @@ def select_stage(
     hidden: [B, E]. Ties go to the lowest chunk; victims are chosen by lookahead (paper 5.1).
     """
     token = _token(spec, leaves, hidden, step)
-    scores = spec.form.scores(index, token.q, step.n_chunks, spec.rule)
-    ids = select(scores, step.n_chunks, spec.selected)
+    ids, scores, rest = _select(spec, token, step, index)
     directory, slots, miss = place(directory, ids, lookahead(directory, scores))
     missing = jnp.stack([jnp.where(miss, ids, -1), jnp.where(miss, slots, -1)])
-    return Selected(token, slots, missing), directory
+    return Selected(token, slots, missing, rest), directory
 
 
 @partial(jax.jit, donate_argnames="window")
@@ -169,7 +183,9 @@ def compute_stage(
     window: jax.Array,
 ) -> jax.Array:
     """Attention over sink, selection and local, then the feed-forward part: hidden [B, E]."""
-    return _attend(spec, leaves, hidden, selected.token, step, near, window, selected.slots)
+    return _attend(
+        spec, leaves, hidden, selected.token, step, near, window, selected.slots, selected.rest
+    )
 
 
 @partial(jax.jit, static_argnames="spec")
@@ -179,26 +195,25 @@ def resident_layer(
     hidden: jax.Array,
     step: Step,
     near: Near,
-    index: Any,
+    index: LayerIndex,
     window: jax.Array,
 ) -> tuple[jax.Array, Token]:
     """Select and compute of one layer whose window holds every chunk at the slot of its id."""
     token = _token(spec, leaves, hidden, step)
-    scores = spec.form.scores(index, token.q, step.n_chunks, spec.rule)
-    ids = select(scores, step.n_chunks, spec.selected)
-    return _attend(spec, leaves, hidden, token, step, near, window, ids), token
+    ids, _, rest = _select(spec, token, step, index)
+    return _attend(spec, leaves, hidden, token, step, near, window, ids, rest), token
 
 
 @partial(jax.jit, static_argnames=("spec", "flush_chunks"), donate_argnames=("near", "index"))
 def flush_stage(
     spec: StageSpec,
     near: Near,
-    index: Any,
+    index: LayerIndex,
     n_new: jax.Array,
     n_chunks: jax.Array,
     *,
     flush_chunks: int,
-) -> tuple[jax.Array, Near, Any]:
+) -> tuple[jax.Array, Near, LayerIndex]:
     """The oldest chunks of the near buffer as pages, indexed; the rest moves down.
 
     n_new, n_chunks: [B] int32, chunks to flush and chunks before. Returns pages
@@ -218,9 +233,9 @@ def flush_stage(
         source = jnp.minimum(source, capacity - 1)
         return jnp.take_along_axis(array, source[:, None, :, None], axis=2)
 
-    keys = leave(near.k)
-    pages = jnp.stack([keys, leave(near.v)], axis=3)
-    index = spec.form.append(index, keys, n_new, n_chunks)
+    keys, values = leave(near.k), leave(near.v)
+    pages = jnp.stack([keys, values], axis=3)
+    index = spec.retrieval.append(index, keys, values, n_new, n_chunks)
     return pages, Near(shift(near.k), shift(near.v)), index
 
 
