@@ -16,7 +16,7 @@ from kvdrive_jax import compat
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
 from kvdrive_jax.methods.table import METHODS
 from kvdrive_jax.models.rope import inverse_frequencies
-from kvdrive_jax.pallas.attention.api import prompt_implementation
+from kvdrive_jax.pallas.prompt import prompt_implementation
 from kvdrive_jax.pipeline.prefill import embed_prompt, last_logits, prefill_layer
 from kvdrive_jax.plan import Plan
 from kvdrive_jax.report import RunReport

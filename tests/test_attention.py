@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvdrive_jax.pallas.attention import attend, attend_one, combine
-from kvdrive_jax.pallas.attention.api import prompt_implementation
-from kvdrive_jax.pallas.attention.reference import attend_block
+from kvdrive_jax.pallas.prompt.reference import attend_block
 
 # Greatest error of float32 attention over standard normal values.
 TOLERANCE = 2e-5
@@ -90,14 +89,3 @@ def test_large_logits_and_an_empty_set_stay_finite() -> None:
     out = combine(attend(q, k, v, jnp.ones((1, 1, 8), bool)), nothing)
     np.testing.assert_allclose(out, 1.0)
     np.testing.assert_array_equal(combine(nothing), 0.0)
-
-
-def test_a_named_implementation_that_cannot_says_why() -> None:
-    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
-        prompt_implementation("cpu", jnp.dtype("bfloat16"), 64, "cudnn")
-    with pytest.raises(NotImplementedError, match="not float32"):
-        prompt_implementation("gpu", jnp.dtype("float32"), 64, "cudnn")
-    with pytest.raises(NotImplementedError, match="head dims up to 128"):
-        prompt_implementation("gpu", jnp.dtype("bfloat16"), 256, "cudnn")
-    assert prompt_implementation("gpu", jnp.dtype("bfloat16"), 128) == "cudnn"
-    assert prompt_implementation("gpu", jnp.dtype("float32"), 128) == "xla"

@@ -82,6 +82,14 @@ def triton_call(
     )
 
 
+def places(start: int, size: int) -> Any:
+    """`size` places of a ref from a static `start` on, that may reach past its end under a mask.
+
+    jax 0.12 refuses such a slice when its start is a number; what is traced it leaves to the mask.
+    """
+    return pl.ds(pl.program_id(0) * 0 + start, size)
+
+
 def tile(size: int, smallest: int = 1) -> int:
     """The smallest power of two that is at least `size` and `smallest`."""
     return max(smallest, 1 << max(0, size - 1).bit_length())

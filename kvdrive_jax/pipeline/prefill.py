@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvdrive_jax.models.model import ModelDef
-from kvdrive_jax.pallas.attention import attend_prompt
-from kvdrive_jax.pallas.attention.api import Implementation
-from kvdrive_jax.pallas.attention.reference import attend_block
+from kvdrive_jax.pallas.prompt import PromptImplementation, attend_block, attend_prompt
 
 BLOCK_Q = 512
 BLOCK_K = 512
@@ -52,7 +50,7 @@ def last_logits(
 
 @partial(
     jax.jit,
-    static_argnames=("model_def", "observed", "implementation"),
+    static_argnames=("model_def", "observed", "implementation", "interpret"),
     donate_argnames=("hidden",),
 )
 def prefill_layer(
@@ -64,11 +62,13 @@ def prefill_layer(
     attention_factor: jax.Array,
     *,
     observed: int,
-    implementation: Implementation,
+    implementation: PromptImplementation,
+    interpret: bool = False,
 ) -> tuple[jax.Array, PromptLayer]:
     """One layer over a whole prompt.
 
     hidden: [T, E], donated; length: int32 scalar; inv_freq: [R/2]; attention_factor: scalar.
+    implementation: of attention, as ``prompt_implementation`` names it; interpret: its kernel.
     Returns the next hidden [T, E] and the layer's PromptLayer. Work is proportional to the
     length rounded up to a block, not to T.
     """
@@ -78,7 +78,6 @@ def prefill_layer(
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     block_q, block_k = min(BLOCK_Q, tokens), min(BLOCK_K, tokens)
     blocks = (length + block_q - 1) // block_q
-    whole = implementation == "cudnn"
 
     def project(
         index: jax.Array, hidden: jax.Array, parts: PromptLayer
@@ -103,14 +102,24 @@ def prefill_layer(
         jnp.zeros((kv_heads, tokens, dim), hidden.dtype),
         jnp.zeros((observed, heads, dim), hidden.dtype),
     )
-    if not whole:
+    if implementation != "cudnn":
+        # Bound here, where the type checker knows that it is not cuDNN.
+        kernel = implementation
 
         def block(
             index: jax.Array, carry: tuple[jax.Array, PromptLayer]
         ) -> tuple[jax.Array, PromptLayer]:
             hidden, parts = carry
             x, q, parts = project(index, hidden, parts)
-            attended = attend_block(q, parts.k, parts.v, index * block_q, block_k=block_k)
+            attended = attend_block(
+                q,
+                parts.k,
+                parts.v,
+                index * block_q,
+                block_k=block_k,
+                implementation=kernel,
+                interpret=interpret,
+            )
             return finish(index, x, attended, hidden), parts
 
         return lax.fori_loop(0, blocks, block, (hidden, parts))

@@ -1,4 +1,4 @@
-"""Attention in plain XLA: the specification of every attention kernel.
+"""Decode attention in plain XLA: the specification of every decode attention kernel.
 
 All entry points speak (o, l, m) partials, so that attention over any two sets of keys (sink,
 selected chunks, recent tokens, and later tiers or estimates) merges with one combiner.
@@ -6,7 +6,6 @@ selected chunks, recent tokens, and later tiers or estimates) merges with one co
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -37,8 +36,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> Partia
     """
     batch, heads, dim = q.shape
     kv_heads = k.shape[1]
-    grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim) * dim**-0.5
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)
     logits = jnp.einsum("bkgd,bktd->bkgt", grouped, k, preferred_element_type=jnp.float32)
+    logits = logits * dim**-0.5
     mask = valid[:, :, None, :]
     m = jnp.max(jnp.where(mask, logits, MASKED), axis=-1)
     weights = jnp.where(mask, jnp.exp(logits - m[..., None]), 0.0)
@@ -64,6 +64,58 @@ def attend_one(q: jax.Array, k: jax.Array, v: jax.Array) -> Partial:
     return Partial(value, jnp.ones((batch, heads), jnp.float32), m)
 
 
+def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array) -> Partial:
+    """Decode attention over the first keys of each session.
+
+    q: [B, H, D]; k, v: [B, K, T, D]; length: [B] int32. Returns a Partial with leading [B, H].
+    """
+    present = jnp.arange(k.shape[2])[None, None, :] < length[:, None, None]
+    return attend(q, k, v, present)
+
+
+def attend_pages(q: jax.Array, window: jax.Array, slots: jax.Array) -> Partial:
+    """Decode attention over the pages in some slots of each window.
+
+    q: [B, H, D]; window: [B, K, S, 2, c, D]; slots: [B, K, P] int32, -1 for none. Returns a
+    Partial with leading [B, H].
+    """
+    batch, kv_heads, count = slots.shape
+    chunk, dim = window.shape[-2:]
+    rows = jnp.arange(batch)[:, None, None]
+    heads = jnp.arange(kv_heads)[None, :, None]
+    pages = window[rows, heads, jnp.maximum(slots, 0)]
+    keys = pages[:, :, :, 0].reshape(batch, kv_heads, count * chunk, dim)
+    values = pages[:, :, :, 1].reshape(batch, kv_heads, count * chunk, dim)
+    return attend(q, keys, values, jnp.repeat(slots >= 0, chunk, axis=-1))
+
+
+def attend_weighted(q: jax.Array, k: jax.Array, v: jax.Array, counts: jax.Array) -> Partial:
+    """Decode attention over keys each of which stands for `counts` equal ones.
+
+    q: [B, H, D]; k, v: [B, K, T, D]; counts: [B, K, T], 0 for a key that is not there. Returns a
+    Partial with leading [B, H].
+    """
+    batch, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim).astype(jnp.float32)
+    logits = jnp.einsum(
+        "bkgd,bktd->bkgt", grouped, k.astype(jnp.float32), precision=lax.Precision.HIGHEST
+    )
+    counts = counts.astype(jnp.float32)[:, :, None]
+    present = counts > 0
+    logits = logits * dim**-0.5 + jnp.log(jnp.where(present, counts, 1.0))
+    m = jnp.where(present, logits, MASKED).max(axis=-1)
+    weights = jnp.where(present, jnp.exp(logits - m[..., None]), 0.0)
+    o = jnp.einsum(
+        "bkgt,bktd->bkgd", weights, v.astype(jnp.float32), precision=lax.Precision.HIGHEST
+    )
+    return Partial(
+        o.reshape(batch, heads, dim),
+        weights.sum(axis=-1).reshape(batch, heads),
+        m.reshape(batch, heads),
+    )
+
+
 def combine(*partials: Partial) -> jax.Array:
     """Exact softmax attention over the union of the partials' keys: [..., D] float32.
 
@@ -76,66 +128,3 @@ def combine(*partials: Partial) -> jax.Array:
     o = sum(part.o * s[..., None] for part, s in zip(partials, scales, strict=True))
     l = sum(part.l * s for part, s in zip(partials, scales, strict=True))
     return o / jnp.maximum(l, 1e-37)[..., None]
-
-
-def attend_block(
-    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, *, block_k: int
-) -> jax.Array:
-    """Causal attention of one block of prompt queries at offset ``first``.
-
-    q: [Q, H, D], query i stands at position first + i; k, v: [K, T, D] with every position up to
-    first + Q - 1 filled in, T a multiple of ``block_k``, ``first`` a multiple of Q. Returns
-    [Q, H, D] float32. Memory is H * Q * block_k logits; keys after the block are never read.
-    """
-    queries, heads, dim = q.shape
-    kv_heads = k.shape[0]
-    group = heads // kv_heads
-    parts = _row_parts(group * queries)
-    # The rows of one kv head, as `parts` products of their own: [K * parts, G * Q / parts, D].
-    rows = (
-        (q * dim**-0.5)
-        .reshape(queries, kv_heads, group, dim)
-        .transpose(1, 2, 0, 3)
-        .reshape(kv_heads * parts, -1, dim)
-    )
-    position = (first + jnp.tile(jnp.arange(queries), group)).reshape(parts, -1)
-    position = jnp.tile(position, (kv_heads, 1))[:, :, None]
-
-    def step(block: jax.Array, carry: Partial, *, masked: bool) -> Partial:
-        start = block * block_k
-        keys = lax.dynamic_slice_in_dim(k, start, block_k, axis=1)
-        values = lax.dynamic_slice_in_dim(v, start, block_k, axis=1)
-        if parts > 1:
-            keys, values = jnp.repeat(keys, parts, axis=0), jnp.repeat(values, parts, axis=0)
-        logits = jnp.einsum("kqd,ktd->kqt", rows, keys, preferred_element_type=jnp.float32)
-        if masked:
-            logits = jnp.where(start + jnp.arange(block_k) <= position, logits, MASKED)
-        m = jnp.maximum(carry.m, logits.max(axis=-1))
-        weights = jnp.exp(logits - m[..., None])
-        scale = jnp.exp(carry.m - m)
-        o = jnp.einsum(
-            "kqt,ktd->kqd", weights.astype(v.dtype), values, preferred_element_type=jnp.float32
-        )
-        return Partial(carry.o * scale[..., None] + o, carry.l * scale + weights.sum(axis=-1), m)
-
-    done = Partial(
-        jnp.zeros(rows.shape, jnp.float32),
-        jnp.zeros(rows.shape[:2], jnp.float32),
-        jnp.full(rows.shape[:2], MASKED, jnp.float32),
-    )
-    # Only blocks that reach past the first query need a mask.
-    unmasked = first // block_k
-    blocks = (first + queries + block_k - 1) // block_k
-    done = lax.fori_loop(0, unmasked, partial(step, masked=False), done)
-    done = lax.fori_loop(unmasked, blocks, partial(step, masked=True), done)
-    out = (done.o / done.l[..., None]).reshape(kv_heads, group, queries, dim)
-    return out.transpose(2, 0, 1, 3).reshape(queries, heads, dim)
-
-
-def _row_parts(rows: int) -> int:
-    """Into how many products the rows of one kv head are cut: a power of two.
-
-    On a CPU products of some 600 to 1,200 rows run best, and an even number of them keeps two
-    cores busy when the number of kv heads is odd (20 % at 7K tokens of SmolLM2).
-    """
-    return 1 << max(0, (rows // 600).bit_length() - 1)
