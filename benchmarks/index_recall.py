@@ -53,12 +53,13 @@ from kvdrive_jax.index.chunks import split_into_chunks
 from kvdrive_jax.index.clusters import ClusterForm
 from kvdrive_jax.index.form import make_form
 from kvdrive_jax.index.moments import MomentsForm
-from kvdrive_jax.index.selection import GROUP_RULES, select
+from kvdrive_jax.index.selection import select
 from kvdrive_jax.index.two_level import TwoLevelForm
 from kvdrive_jax.models.model import Model
 from kvdrive_jax.models.rope import inverse_frequencies
 from kvdrive_jax.models.tokenizer import Tokenizer
 from kvdrive_jax.models.weights import load_pretrained
+from kvdrive_jax.pallas.scoring.reference import GROUP_RULES
 from kvdrive_jax.pipeline.prefill import embed_prompt, prefill_layer
 
 ORACLE = Ranking("oracle", None)

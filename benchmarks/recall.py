@@ -35,12 +35,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdrive_jax.index.chunks import chunk_count, representatives, split_into_chunks
-from kvdrive_jax.index.clusters import ClusterForm, ClusterIndex, cluster_logits
-from kvdrive_jax.index.selection import GROUP_RULES, combine_group, select
+from kvdrive_jax.index.clusters import ClusterForm, ClusterIndex
+from kvdrive_jax.index.selection import select
 from kvdrive_jax.models.model import Model
 from kvdrive_jax.models.rope import inverse_frequencies
 from kvdrive_jax.models.tokenizer import Tokenizer
 from kvdrive_jax.models.weights import load_pretrained
+from kvdrive_jax.pallas.scoring.reference import GROUP_RULES, combine_group, vector_logits
 from kvdrive_jax.pipeline.prefill import PromptLayer, embed_prompt, prefill_layer
 
 SINK, LOCAL = 4, 64
@@ -134,7 +135,7 @@ def covered(
     # Not by broadcasting the index over positions: XLA on CPU (to jax 0.11.2 at least) miscompiles
     # a batched matmul of a broadcast operand next to a reduction.
     def logits_of(vectors: jax.Array) -> jax.Array:
-        return jax.vmap(lambda one: cluster_logits(vectors[None], one[None])[0])(queries)
+        return jax.vmap(lambda one: vector_logits(one[None], vectors[None])[0])(queries)
 
     def spread(array: jax.Array) -> jax.Array:
         return jnp.broadcast_to(array, (width, *array.shape))

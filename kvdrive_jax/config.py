@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 GroupRule = Literal["softmax-sum", "softmax-max", "max", "mean"]
 Estimate = Literal["none", "chunks", "clusters"]
 MethodName = Literal["kvdrive", "full"]
+FetchName = Literal["auto", "staged", "direct"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_BUDGET_TOKENS = 2048
@@ -93,7 +94,7 @@ class RetrievalConfig:
     )
     chunk_size: int = _option(4, "consecutive tokens that are selected and moved together")
     index: str = _option(
-        "clusters",
+        "moments",
         "what ranks chunks, NAME or NAME:BITS: clusters, chunks, bounds or moments, the last three "
         "in bf16, 8, 4 or 2 bits",
     )
@@ -115,7 +116,7 @@ class RetrievalConfig:
     )
     observation: int = _option(32, "last prompt queries that decide where a chunk starts")
     segment_tokens: int = _option(8192, "tokens clustered together by one k-means")
-    kmeans_rounds: int = _option(10, "rounds of k-means when the index is built")
+    kmeans_rounds: int = _option(4, "rounds of k-means when the index is built")
     flush_tokens: int = _option(256, "generated tokens moved into the index and store at once")
 
     def __post_init__(self) -> None:
@@ -202,6 +203,11 @@ class TierConfig:
     ssd_budget: int | None = _option(None, "bytes on disk for KV (needs ssd_dir)", parse=parse_size)
     ssd_dir: str | None = _option(None, "directory of the SSD tier; without it there is none")
     extent_bytes: int = _option(65536, "unit of SSD reads and writes", parse=parse_size)
+    fetch: FetchName = _option(
+        "auto",
+        "how pages come from DRAM: staged (gathered by the host), direct (by the GPU, from pinned "
+        "memory), or auto: direct where it works",
+    )
 
     def __post_init__(self) -> None:
         for name in ("hbm_budget", "dram_budget", "ssd_budget"):
@@ -215,6 +221,8 @@ class TierConfig:
         _require(
             _positive_int(self.extent_bytes), "extent_bytes", "a positive size", self.extent_bytes
         )
+        choices = get_args(FetchName)
+        _require(self.fetch in choices, "fetch", f"one of {choices}", self.fetch)
         if self.ssd_budget and self.ssd_dir is None:
             raise ValueError("ssd_budget needs ssd_dir: say where the SSD tier may write")
 

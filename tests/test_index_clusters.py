@@ -13,8 +13,8 @@ from hypothesis import given, settings
 
 from kvdrive_jax.index import kmeans
 from kvdrive_jax.index.chunks import chunk_count, representatives, split_into_chunks
-from kvdrive_jax.index.clusters import ClusterForm, ClusterIndex, cluster_logits, cluster_order
-from kvdrive_jax.index.selection import GROUP_RULES, combine_group
+from kvdrive_jax.index.clusters import ClusterForm, ClusterIndex, cluster_order
+from kvdrive_jax.pallas.scoring.reference import GROUP_RULES, combine_group, vector_logits
 
 F32 = ClusterForm(dtype="float32")
 # The form is a static argument, so that a shape compiles once for all tests.
@@ -227,7 +227,7 @@ def test_bfloat16_centroids_are_scored_with_the_whole_query(dtype: str) -> None:
     rng = np.random.default_rng(9)
     vectors = jnp.asarray(rng.standard_normal((2, 3, 21, 96)) * 9, jnp.bfloat16)
     queries = jnp.asarray(rng.standard_normal((2, 9, 96)) * 9, dtype)
-    got = jax.jit(cluster_logits)(vectors, queries)
+    got = jax.jit(vector_logits)(queries, vectors)
     wide = np.asarray(queries, np.float64).reshape(2, 3, 3, 96)
     expected = np.einsum("bkgd,bkxd->bkgx", wide, np.asarray(vectors, np.float64)) / np.sqrt(96)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
@@ -303,7 +303,7 @@ def test_bad_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="room for 10 cluster_of_chunk, the index only for 9"):
         F32.insert(F32.empty(1, 1, 64, 9, 9), 0, F32.build(jnp.zeros((1, 10, 4, 64)), 1))
     with pytest.raises(ValueError, match=r"got \(1, 3, 64\)"):
-        cluster_logits(jnp.zeros((1, 2, 5, 64)), jnp.zeros((1, 3, 64)))
+        vector_logits(jnp.zeros((1, 3, 64)), jnp.zeros((1, 2, 5, 64)))
     with pytest.raises(ValueError, match="3 or 4 axes"):
         F32.build(jnp.zeros((4, 64)), 1)
     with pytest.raises(ValueError, match="chunk_size must be at least 1"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvdrive_jax.index.form import FORMS, IndexForm, make_form, parse_index
-from kvdrive_jax.index.selection import GROUP_RULES, combine_group
+from kvdrive_jax.pallas.scoring.reference import GROUP_RULES, combine_group
 
 TWO_LEVEL = "moments:8, one in 3"
 ONE_LEVEL = ("clusters", "chunks:2", "bounds:4", "moments:bf16", "moments:4")

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvdrive_jax.index.moments import MomentsForm, bounded_logits
-from kvdrive_jax.index.products import pack, packed_product, unpack, word_count
+from kvdrive_jax.index.moments import MomentsForm
 from kvdrive_jax.index.quantise import BITS, PlaneSpec, parse_bits
+from kvdrive_jax.pallas.scoring.products import pack, packed_product, unpack, word_count
+from kvdrive_jax.pallas.scoring.reference import bounded_logits, plane_norm
 
 NARROW = [bits for bits in BITS if bits != 16]
 
@@ -83,7 +84,7 @@ def test_pairs_share_their_variance(dim: int, rotary: int) -> None:
         mean = (variance[..., turned : turned + second] + variance[..., turned + rest :]) / 2
         shared[..., turned : turned + second] = shared[..., turned + rest :] = mean
     queries = rng.standard_normal((1, 2, 3, dim))
-    weights = form._weights(jnp.asarray(queries, jnp.float32))
+    weights = form.weights(jnp.asarray(queries, jnp.float32))
     _, deviation = form.vectors(jnp.asarray(keys, jnp.float32))
     got = np.einsum("bkgd,knd->bkgn", np.square(weights), np.square(deviation))
     expected = np.einsum("bkgd,knd->bkgn", queries**2, shared)
@@ -153,7 +154,7 @@ def test_products_are_those_of_the_stored_vectors(bits: int) -> None:
             squares = np.einsum(
                 "bkgc,knc->bkgn", np.square(np.asarray(queries, np.float64)), stored**2
             )
-            norm = spec.norm(batched, jnp.abs(queries))
+            norm = plane_norm(jnp.abs(queries), batched, spec.bits)
             np.testing.assert_allclose(norm, np.sqrt(squares), rtol=1e-4, atol=1e-5)
 
 
@@ -173,5 +174,3 @@ def test_bits_are_refused_with_the_choices() -> None:
         parse_bits("16")
     with pytest.raises(ValueError, match="16, 8, 4, 2; got 3"):
         PlaneSpec(3)
-    with pytest.raises(ValueError, match="never negative"):
-        PlaneSpec(4).norm(PlaneSpec(4).empty(1, 1, 8, 2), jnp.ones((1, 1, 1, 8)))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvdrive_jax.index.selection import GROUP_RULES, combine_group, importance, select
+from kvdrive_jax.index.selection import importance, select
+from kvdrive_jax.pallas.scoring.reference import GROUP_RULES, combine_group
 
 jitted_select = jax.jit(select, static_argnums=2)
 

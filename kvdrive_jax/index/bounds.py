@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from kvdrive_jax.index.planes import PlanesForm
-from kvdrive_jax.index.quantise import Plane, PlaneSpec
+from kvdrive_jax.index.quantise import PlaneSpec
+from kvdrive_jax.pallas.scoring import Recipe
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,10 @@ class BoundsForm(PlanesForm):
         low, high = keys.min(axis=-2), keys.max(axis=-2)
         return (low + high) / 2, (high - low) / 2
 
-    def chunk_logits(self, planes: tuple[Plane, ...], queries: jax.Array) -> jax.Array:
-        centres, widths = self.specs()
-        logits = centres.product(planes[0], queries) + widths.product(planes[1], jnp.abs(queries))
-        return logits * queries.shape[-1] ** -0.5
+    def recipe(self) -> Recipe:
+        return Recipe(
+            bits=self.bits, spread="product", spread_bits=self.bits, chunk_size=self.chunk_size
+        )
+
+    def weights(self, queries: jax.Array) -> jax.Array:
+        return jnp.abs(queries)

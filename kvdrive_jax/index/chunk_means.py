@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import jax
 
 from kvdrive_jax.index.planes import PlanesForm
-from kvdrive_jax.index.quantise import Plane, PlaneSpec
+from kvdrive_jax.index.quantise import PlaneSpec
+from kvdrive_jax.pallas.scoring import Recipe
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,5 @@ class ChunksForm(PlanesForm):
     def vectors(self, keys: jax.Array) -> tuple[jax.Array, ...]:
         return (keys.mean(axis=-2),)
 
-    def chunk_logits(self, planes: tuple[Plane, ...], queries: jax.Array) -> jax.Array:
-        (means,) = planes
-        return self.specs()[0].product(means, queries) * queries.shape[-1] ** -0.5
+    def recipe(self) -> Recipe:
+        return Recipe(bits=self.bits, chunk_size=self.chunk_size)

@@ -13,10 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# Keys beyond this bound are cut to it before they are indexed, queries before they are scored. No
-# model comes near it, and with it no product of two of them over any head dim leaves float32, so
-# that scores are finite for every finite input.
-MAGNITUDE_LIMIT = 1e15
+from kvdrive_jax.pallas.scoring.products import MAGNITUDE_LIMIT
 
 
 def chunk_count(tokens: int, *, sink: int, local: int, chunk_size: int) -> int:

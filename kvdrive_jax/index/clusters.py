@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax import lax
 
 from kvdrive_jax.config import GroupRule
 from kvdrive_jax.index import kmeans
 from kvdrive_jax.index.chunks import representatives
-from kvdrive_jax.index.products import bfloat16_parts, group_queries
-from kvdrive_jax.index.selection import combine_group
+from kvdrive_jax.pallas.scoring import score_vectors
 
 DTYPES = ("bfloat16", "float32")
 
@@ -231,9 +229,7 @@ class ClusterForm:
         Returns:
             [B, K, N] float32, finite for chunks a session has, -inf for padding.
         """
-        valid = index.sizes > 0
-        logits = cluster_logits(index.centroids, queries)
-        per_cluster = combine_group(logits, valid, rule)
+        per_cluster = score_vectors(queries, index.centroids, index.sizes, rule)
         per_chunk = jnp.take_along_axis(
             per_cluster, index.cluster_of_chunk, axis=-1, mode="promise_in_bounds"
         )
@@ -265,32 +261,6 @@ class ClusterForm:
             )
             members = jnp.where(ids < n_chunks, members, 0)
         return ClusterIndex(centroids.astype(self.dtype), sizes, members, used)
-
-
-def cluster_logits(vectors: jax.Array, queries: jax.Array) -> jax.Array:
-    """q.x / sqrt(D) in float32, finite for finite input.
-
-    Args:
-        vectors: [B, K, X, D] bfloat16 or float32.
-        queries: [B, H, D] any float dtype.
-
-    Returns:
-        [B, K, G, X] float32. bfloat16 vectors are never widened in memory: the query is split into
-        bfloat16 parts that sum to it exactly (one for bfloat16, two for float16, three for
-        float32), whose products with them are exact in float32.
-    """
-    batch, kv_heads, _, dim = vectors.shape
-    parts = {2: 1 if queries.dtype == jnp.bfloat16 else 2, 4: 3}[queries.dtype.itemsize]
-    grouped = group_queries(queries, kv_heads, dim)
-    if vectors.dtype == jnp.bfloat16:
-        stacked = jnp.concatenate(bfloat16_parts(grouped, parts), axis=2)
-        logits: jax.Array = jnp.einsum(
-            "bkgd,bkxd->bkgx", stacked, vectors, preferred_element_type=jnp.float32
-        )
-        logits = logits.reshape(batch, kv_heads, parts, -1, logits.shape[-1]).sum(axis=2)
-    else:
-        logits = jnp.einsum("bkgd,bkxd->bkgx", grouped, vectors, precision=lax.Precision.HIGHEST)
-    return logits * dim**-0.5
 
 
 def cluster_order(cluster_of_chunk: npt.NDArray[np.int32], n_chunks: int) -> npt.NDArray[np.int32]:

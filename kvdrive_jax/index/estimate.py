@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvdrive_jax.index.chunks import MAGNITUDE_LIMIT
-from kvdrive_jax.index.products import group_queries
 from kvdrive_jax.pallas.attention.reference import MASKED, Partial
+from kvdrive_jax.pallas.scoring.products import group_queries
 
 
 def attend_groups(

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvdrive_jax.pallas import kmeans as kernels
+
 # Bytes of one block of vector-centroid products: what a CPU keeps in its cache (blocks of 32 MB are
 # 5 x slower), and enough work for a GPU.
 CPU_TILE_BYTES = 4 << 20
@@ -116,6 +118,8 @@ def _directions(vectors: jax.Array, count: jax.Array, in_use: jax.Array, rounds:
 
 def _assign(vectors: jax.Array, directions: jax.Array, in_use: jax.Array) -> jax.Array:
     """[K, N] int32: the cluster in use with the largest inner product, ties to the lowest id."""
+    if kernels.why_not() is None:
+        return kernels.assign(vectors, directions, in_use)
     ids: jax.Array = lax.platform_dependent(
         vectors,
         directions,
@@ -158,6 +162,8 @@ def _tiles(heads: int, total: int, clusters: int, tile_bytes: int) -> tuple[int,
 
 def totals(vectors: jax.Array, ids: jax.Array, clusters: int) -> tuple[jax.Array, jax.Array]:
     """Sums [K, C, D] and counts [K, C] of the members of each cluster; id C counts nowhere."""
+    if kernels.why_not() is None:
+        return kernels.totals(vectors, ids, clusters)
     heads = vectors.shape[0]
     flat = jnp.where(
         ids < clusters, jnp.arange(heads)[:, None] * clusters + ids, heads * clusters

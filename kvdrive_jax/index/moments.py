@@ -16,14 +16,14 @@ kept as one, at half the bytes: what it costs is within noise.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from kvdrive_jax.index.planes import PlanesForm
-from kvdrive_jax.index.quantise import Plane, PlaneSpec
+from kvdrive_jax.index.quantise import PlaneSpec
+from kvdrive_jax.pallas.scoring import Recipe
 
 SPREAD_BITS = {16: 16, 8: 4, 4: 2, 2: 2}
 """Bits of the deviation for bits of the mean."""
@@ -82,20 +82,15 @@ class MomentsForm(PlanesForm):
         second = jnp.concatenate([second, first[..., -1:]], axis=-1) if odd else second
         return (first + second) / 2
 
-    def chunk_logits(self, planes: tuple[Plane, ...], queries: jax.Array) -> jax.Array:
-        return self.span_logits(planes, queries, self.chunk_size)
-
-    def span_logits(self, planes: tuple[Plane, ...], queries: jax.Array, count: int) -> jax.Array:
-        """The same for planes of which each vector stands for `count` keys."""
-        specs = self.specs()
-        scale = queries.shape[-1] ** -0.5
-        logits = specs[0].product(planes[0], queries) * scale
+    def recipe(self) -> Recipe:
         if self.chunk_size == 1:
-            return logits
-        deviation = specs[1].norm(planes[1], self._weights(queries)) * scale
-        return bounded_logits(logits, deviation, count)
+            return Recipe(bits=self.bits, chunk_size=1)
+        spread_bits = self.specs()[1].bits
+        return Recipe(
+            bits=self.bits, spread="norm", spread_bits=spread_bits, chunk_size=self.chunk_size
+        )
 
-    def _weights(self, queries: jax.Array) -> jax.Array:
+    def weights(self, queries: jax.Array) -> jax.Array:
         """What multiplies each deviation: |q_d|, or the length of a pair's two."""
         weights = jnp.abs(queries)
         if not self.paired:
@@ -112,13 +107,3 @@ class MomentsForm(PlanesForm):
         first = [channels[..., : turned // 2], channels[..., turned:middle]]
         second = [channels[..., turned // 2 : turned], channels[..., middle:]]
         return jnp.concatenate(first, axis=-1), jnp.concatenate(second, axis=-1)
-
-
-def bounded_logits(mean: jax.Array, deviation: jax.Array, count: int) -> jax.Array:
-    """The largest log mean exp of `count` numbers with this mean and deviation; overflow-safe."""
-    if count == 1:
-        return mean
-    reach = math.sqrt(count - 1)
-    others = (count - 1) * jnp.exp(-(reach + 1 / reach) * deviation)
-    # log instead of log1p: `others` lies between 0 and count - 1, and it is twice as fast on CPU.
-    return mean + reach * deviation + jnp.log((1 + others) / count)

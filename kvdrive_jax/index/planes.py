@@ -6,18 +6,17 @@ each kind in a plane of its own, and scores every chunk by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvdrive_jax.config import GroupRule
 from kvdrive_jax.index.chunks import MAGNITUDE_LIMIT
-from kvdrive_jax.index.products import group_queries
 from kvdrive_jax.index.quantise import Plane, PlaneSpec
-from kvdrive_jax.index.selection import combine_group
+from kvdrive_jax.pallas.scoring import Recipe, score_planes
+from kvdrive_jax.pallas.scoring.products import group_queries
 
 
 @jax.tree_util.register_dataclass
@@ -59,9 +58,13 @@ class PlanesForm:
         """keys [..., N, c, D] float32 -> the vectors [..., N, C] float32 of each plane."""
         raise NotImplementedError
 
-    def chunk_logits(self, planes: tuple[Plane, ...], queries: jax.Array) -> jax.Array:
-        """queries [B, K, G, D] float32, unscaled -> how well each chunk fits [B, K, G, N]."""
+    def recipe(self) -> Recipe:
+        """How the planes make a logit."""
         raise NotImplementedError
+
+    def weights(self, queries: jax.Array) -> jax.Array | None:
+        """What multiplies the channels of the second plane, for queries [B, K, G, D] float32."""
+        return None
 
     # What follows from it
 
@@ -170,15 +173,26 @@ class PlanesForm:
         Returns:
             [B, K, N] float32, finite for chunks a session has, -inf for padding.
         """
-        grouped = group_queries(queries, index.planes[0].codes.shape[1], queries.shape[-1])
-        if not index.planes[0].codes.shape[-1]:
-            return jnp.zeros((*grouped.shape[:2], 0), jnp.float32)
-        logits = _once(self.chunk_logits, index.planes, grouped, n_chunks)
-        real = jnp.arange(logits.shape[-1], dtype=jnp.int32) < n_chunks[:, None, None]
-        # What stands where no chunk is must be finite too.
-        logits = jnp.where(real[:, :, None], logits, 0.0)
-        real = jnp.broadcast_to(real, (logits.shape[0], logits.shape[1], logits.shape[-1]))
-        return combine_group(logits, real, rule)
+        return self.score(index.planes, queries, n_chunks, rule)
+
+    def score(
+        self,
+        planes: tuple[Plane, ...],
+        queries: jax.Array,
+        n_chunks: jax.Array,
+        rule: GroupRule | None,
+        recipe: Recipe | None = None,
+    ) -> jax.Array:
+        """As `scores`, or without a rule the logits [B, K, G, N] of each head.
+
+        recipe: for planes whose vectors stand for more keys than a chunk has.
+        """
+        first, *others = planes
+        grouped = group_queries(queries, first.codes.shape[1], queries.shape[-1])
+        second = others[0] if others else None
+        weights = self.weights(grouped) if others else None
+        recipe = recipe or self.recipe()
+        return score_planes(queries, first, second, weights, n_chunks, recipe, rule)
 
     def _checked(self, keys: jax.Array, ndim: int) -> tuple[jax.Array, ...]:
         if keys.ndim != ndim or keys.shape[-2] != self.chunk_size:
@@ -187,33 +201,3 @@ class PlanesForm:
                 f"keys must be [{lead}, N, {self.chunk_size}, D], got shape {keys.shape}"
             )
         return self.vectors(jnp.clip(keys.astype(jnp.float32), -MAGNITUDE_LIMIT, MAGNITUDE_LIMIT))
-
-
-def _once(
-    logits_of: Callable[[tuple[Plane, ...], jax.Array], jax.Array],
-    planes: tuple[Plane, ...],
-    queries: jax.Array,
-    n_chunks: jax.Array,
-) -> jax.Array:
-    """`logits_of` planes and queries, computed once although several loops read them.
-
-    XLA holds the long sum over channels for cheap and computes it again in each loop that reads it.
-    On CPU, where its barriers are gone before it fuses, a condition keeps it from that (the time
-    for scores is halved); on GPU a condition would make the host wait, and a barrier does it.
-    """
-
-    def conditional(
-        planes: tuple[Plane, ...], queries: jax.Array, n_chunks: jax.Array
-    ) -> jax.Array:
-        nothing = jnp.zeros(jax.eval_shape(logits_of, planes, queries).shape, jnp.float32)
-        return lax.cond(
-            n_chunks.max() > 0, logits_of, lambda planes, queries: nothing, planes, queries
-        )
-
-    def barred(planes: tuple[Plane, ...], queries: jax.Array, n_chunks: jax.Array) -> jax.Array:
-        return lax.optimization_barrier(logits_of(planes, queries))
-
-    logits: jax.Array = lax.platform_dependent(
-        planes, queries, n_chunks, cpu=conditional, default=barred
-    )
-    return logits

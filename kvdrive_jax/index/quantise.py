@@ -18,14 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvdrive_jax.index.products import (
-    WORD_BITS,
-    channel_major_product,
-    pack,
-    packed_product,
-    unpack,
-    word_count,
-)
+from kvdrive_jax.pallas.scoring import Codes
+from kvdrive_jax.pallas.scoring.products import WORD_BITS, pack, unpack, word_count
+from kvdrive_jax.pallas.scoring.reference import plane_product
 
 BITS = (16, 8, 4, 2)
 """Bits a channel can be stored in; 16 is bfloat16."""
@@ -36,22 +31,9 @@ _SMALLEST_SCALE = 1 / 256
 _TINY = 1e-20
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Plane:
-    """The vectors of one layer; a piece, of one session alone, has no B.
-
-    Attributes:
-        codes: [B, K, W, N] uint32, packed (see `pack`); [B, K, C, N] bfloat16 for 16 bits.
-        stretch: [B, K, N] bfloat16; N is 0 for 16 bits.
-        scale, middle: [B, K, C] float32; C is 0 for 16 bits, and for the middle of what is never
-            negative.
-    """
-
-    codes: jax.Array
-    stretch: jax.Array
-    scale: jax.Array
-    middle: jax.Array
+Plane = Codes
+"""The vectors of one layer, N of them in C channels; a piece, of one session alone, has no B. For
+16 bits all but the codes have size 0, and so has the middle of what is never negative."""
 
 
 @dataclass(frozen=True)
@@ -192,18 +174,7 @@ class PlaneSpec:
 
     def product(self, plane: Plane, queries: jax.Array) -> jax.Array:
         """queries [B, K, G, C] float32 with every vector: [B, K, G, N] float32."""
-        if self.bits == 16:
-            return channel_major_product(queries, plane.codes)
-        stretch = plane.stretch.astype(jnp.float32)[:, :, None]
-        weights = queries * plane.scale[:, :, None]
-        if not self.signed:
-            weights = weights / self._steps
-            return packed_product(weights, plane.codes, self.bits, square=False) * stretch
-        offset = weights.sum(axis=-1, keepdims=True)
-        weights = weights * (2 / self._steps)
-        product = packed_product(weights, plane.codes, self.bits, square=False) - offset
-        common = _dot(queries, plane.middle)[..., None]
-        return product * stretch + common
+        return plane_product(queries, plane, self.bits, signed=self.signed)
 
     def weighted_sum(self, plane: Plane, weights: jax.Array) -> jax.Array:
         """Sum over chunks of weight x vector: weights [B, K, G, N] >= 0 -> [B, K, G, C] float32.
@@ -237,36 +208,6 @@ class PlaneSpec:
         if self.signed:
             total = total + plane.middle[:, :, None] * weights.sum(axis=-1, keepdims=True)
         return total
-
-    def norm(self, plane: Plane, queries: jax.Array) -> jax.Array:
-        """sqrt(sum_d (q_d x_d)^2) for queries [B, K, G, C] >= 0 and every x: [B, K, G, N] float32.
-
-        For `signed` False only. Overflow-safe.
-        """
-        if self.signed:
-            raise ValueError("norm is for vectors that are never negative")
-        if self.bits == 16:
-            largest = _positive(queries.max(axis=-1, keepdims=True))
-            squares = jnp.square(plane.codes.astype(jnp.float32))  # at most (2e15)^2
-            total = channel_major_product(jnp.square(queries / largest), squares)
-            return jnp.sqrt(total) * largest
-        weights = queries * plane.scale[:, :, None]
-        largest = _positive(weights.max(axis=-1, keepdims=True))
-        squares = packed_product(jnp.square(weights / largest), plane.codes, self.bits, square=True)
-        stretch = plane.stretch.astype(jnp.float32)[:, :, None]
-        return jnp.sqrt(squares) * (largest / self._steps) * stretch
-
-
-def _dot(queries: jax.Array, vectors: jax.Array) -> jax.Array:
-    """[B, K, G, C] x [B, K, C] -> [B, K, G]."""
-    product: jax.Array = jnp.einsum(
-        "bkgc,bkc->bkg", queries, vectors, precision=lax.Precision.HIGHEST
-    )
-    return product
-
-
-def _positive(largest: jax.Array) -> jax.Array:
-    return jnp.where(largest > 0, largest, 1.0)
 
 
 def parse_bits(text: str | int, name: str = "bits") -> int:

@@ -15,15 +15,16 @@ import jax.numpy as jnp
 from kvdrive_jax.config import Estimate
 from kvdrive_jax.index.chunk_means import ChunksForm
 from kvdrive_jax.index.chunks import representatives
-from kvdrive_jax.index.clusters import ClusterForm, cluster_logits
+from kvdrive_jax.index.clusters import ClusterForm
 from kvdrive_jax.index.estimate import attend_groups
 from kvdrive_jax.index.form import IndexForm
 from kvdrive_jax.index.kmeans import totals
 from kvdrive_jax.index.moments import MomentsForm
 from kvdrive_jax.index.planes import PlaneIndex
-from kvdrive_jax.index.products import group_queries
 from kvdrive_jax.index.quantise import Plane, PlaneSpec
 from kvdrive_jax.pallas.attention.reference import Partial
+from kvdrive_jax.pallas.scoring.products import group_queries
+from kvdrive_jax.pallas.scoring.reference import vector_logits
 
 MEAN_BITS = 4
 """Bits of mean values, and of mean keys where the index has none."""
@@ -203,7 +204,7 @@ def _cluster_rest(
     )
     taken = _scatter_add(jnp.zeros_like(clusters.sizes), groups, (selected >= 0).astype(jnp.int32))
     counts = ((clusters.sizes - taken) * chunk).astype(jnp.float32)
-    logits = cluster_logits(clusters.centroids, queries)
+    logits = vector_logits(queries, clusters.centroids)
 
     def weighted_sum(weights: jax.Array) -> jax.Array:
         return jnp.einsum(

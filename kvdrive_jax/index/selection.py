@@ -6,63 +6,12 @@ has and -inf for padding. Everything here works on such scores and knows no inde
 
 from __future__ import annotations
 
-from typing import get_args
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvdrive_jax.config import GroupRule
-from kvdrive_jax.index.chunks import MAGNITUDE_LIMIT
-
-GROUP_RULES: tuple[str, ...] = get_args(GroupRule)
-
-
-def combine_group(
-    logits: jax.Array,
-    valid: jax.Array,
-    rule: GroupRule,
-    counts: jax.Array | None = None,
-) -> jax.Array:
-    """One score per kv head from the logits of the query heads that share it.
-
-    Works in the log domain, so that no score underflows into a tie with others.
-
-    Args:
-        logits: [..., G, X] float32, q.x / sqrt(D) for X clusters or chunks. Finite.
-        valid: [..., X] bool; what is not valid weighs nothing and scores -inf.
-        rule: how the G heads are combined. ``softmax-sum``: log of the sum over heads of each
-            head's softmax over X (an average of what the heads attend to). ``softmax-max``: log of
-            the largest. ``mean`` and ``max``: of the logits themselves.
-        counts: [..., X], how many keys each x stands for; weighs the softmax's denominator.
-            One each if absent.
-
-    Returns:
-        [..., X] float32.
-    """
-    check_group_rule(rule)
-    if rule == "max":
-        combined = logits.max(axis=-2)
-    elif rule == "mean":
-        combined = logits.mean(axis=-2)
-    else:
-        masked = jnp.where(valid[..., None, :], logits, -jnp.inf)
-        top = _finite(masked.max(axis=-1, keepdims=True))
-        weights = jnp.exp(masked - top)
-        if counts is not None:
-            weights = weights * counts[..., None, :].astype(jnp.float32)
-        shares = masked - (top + jnp.log(weights.sum(axis=-1, keepdims=True)))
-        combined = shares.max(axis=-2)
-        if rule == "softmax-sum":
-            best = _finite(combined)
-            combined = best + jnp.log(jnp.exp(shares - best[..., None, :]).sum(axis=-2))
-    return jnp.where(valid, combined, -jnp.inf)
-
-
-def check_group_rule(rule: str) -> None:
-    """Raises ValueError, naming the choices, unless `rule` is a group rule."""
-    if rule not in GROUP_RULES:
-        raise ValueError(f"group_rule must be one of {', '.join(GROUP_RULES)}; got {rule!r}")
+from kvdrive_jax.pallas.scoring.products import MAGNITUDE_LIMIT
+from kvdrive_jax.pallas.selection import select_chunks
 
 
 def select(scores: jax.Array, n_chunks: jax.Array, count: int) -> jax.Array:
@@ -75,25 +24,10 @@ def select(scores: jax.Array, n_chunks: jax.Array, count: int) -> jax.Array:
         count: P, a static number; at least 1.
 
     Returns:
-        [B, K, P] int32 chunk ids by descending score, ties to the lowest id; -1 where a session
-        has fewer than P chunks.
+        [B, K, P] int32 chunk ids, ties to the lowest id; -1 where a session has fewer than P
+        chunks. By descending score, or on a GPU by ascending id: only the set matters.
     """
-    if count < 1:
-        raise ValueError(f"count must be at least 1 chunk, got {count}")
-    batch, kv_heads, chunks = scores.shape
-    taken = min(count, chunks)
-    ids = jnp.full((batch, kv_heads, count), -1, jnp.int32)
-    if taken == 0:
-        return ids
-    real = jnp.arange(chunks, dtype=jnp.int32) < n_chunks[:, None, None]
-    _, best = lax.top_k(rankable(jnp.where(real, scores, -jnp.inf)), taken)
-    best = jnp.where(jnp.arange(taken) < n_chunks[:, None, None], best.astype(jnp.int32), -1)
-    return ids.at[..., :taken].set(best)
-
-
-def rankable(scores: jax.Array) -> jax.Array:
-    """`scores` with -0.0 as 0.0: `lax.top_k` tells them apart, and equal scores must tie."""
-    return jnp.where(scores == 0, jnp.zeros((), scores.dtype), scores)
+    return select_chunks(scores, n_chunks, count)
 
 
 def importance(

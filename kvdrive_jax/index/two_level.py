@@ -7,7 +7,7 @@ the fine index of those only. What is not scanned ranks below everything that is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,9 +17,9 @@ from jax import lax
 from kvdrive_jax.config import GroupRule
 from kvdrive_jax.index.moments import MomentsForm
 from kvdrive_jax.index.planes import PlaneIndex
-from kvdrive_jax.index.products import group_queries
 from kvdrive_jax.index.quantise import Plane
-from kvdrive_jax.index.selection import combine_group, rankable
+from kvdrive_jax.pallas.scoring.reference import combine_group
+from kvdrive_jax.pallas.selection import select_chunks
 
 SPAN = 16
 """Chunks per span."""
@@ -165,24 +165,23 @@ class TwoLevelForm:
         """As `IndexForm.scores`; what is not scanned ranks below what is."""
         fine, coarse = index.fine.planes, index.coarse.planes
         batch, kv_heads, _, total = fine[0].codes.shape
-        grouped = group_queries(queries, kv_heads, queries.shape[-1])
         if not total:
             return jnp.zeros((batch, kv_heads, 0), jnp.float32)
         spans = total // SPAN
         in_span = jnp.clip(n_chunks[:, None] - jnp.arange(spans) * SPAN, 0, SPAN)  # [B, spans]
         real = jnp.broadcast_to(in_span[:, None] > 0, (batch, kv_heads, spans))
-        logits = self.fine.span_logits(coarse, grouped, self.chunk_size * SPAN)
-        logits = jnp.where(real[:, :, None], logits, 0.0)
-        by_span = combine_group(logits, real, rule)
+        recipe = replace(self.fine.recipe(), chunk_size=self.chunk_size * SPAN)
+        held = (n_chunks + SPAN - 1) // SPAN
+        by_span = self.fine.score(coarse, queries, held, rule, recipe)
         taken = self.scanned(spans)
-        _, best = lax.top_k(rankable(by_span), taken)
         # As many as the session's own length asks for, whatever room its neighbours need.
-        own = self.scanned((n_chunks + SPAN - 1) // SPAN)
-        scanned = jnp.repeat(jnp.arange(taken) < own[:, None], SPAN, axis=-1)[:, None]
-        picked = tuple(_pick(plane, best) for plane in fine)
-        logits = self.fine.chunk_logits(picked, grouped)
+        own = jnp.broadcast_to(self.scanned(held)[:, None], (batch, kv_heads))
+        best = select_chunks(by_span, held, taken, limit=own)
+        picked = tuple(_pick(plane, jnp.maximum(best, 0)) for plane in fine)
+        everything = jnp.full((batch,), taken * SPAN, jnp.int32)
+        logits = self.fine.score(picked, queries, everything, None)
         ids = (best[..., None] * SPAN + jnp.arange(SPAN)).reshape(batch, kv_heads, -1)
-        present = (ids < n_chunks[:, None, None]) & scanned
+        present = (ids < n_chunks[:, None, None]) & (ids >= 0)
         ranked = combine_group(jnp.where(present[:, :, None], logits, 0.0), present, rule)
         rest = jnp.repeat(jnp.where(real, by_span, 0.0), SPAN, axis=-1) + UNSCANNED
         chunk = jnp.arange(total, dtype=jnp.int32)

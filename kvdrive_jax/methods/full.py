@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
 from kvdrive_jax.models.model import ModelDef
-from kvdrive_jax.pallas.attention import attend, attend_one, combine
+from kvdrive_jax.pallas.attention import attend_step
 from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.stages import Token, append_rows
 from kvdrive_jax.plan import Plan
@@ -42,8 +42,7 @@ def _layer(
 ) -> tuple[jax.Array, Token]:
     layer = model_def.merge_layer(leaves)
     token = Token(*layer.attention_inputs(hidden, position, inv_freq, attention_factor))
-    before = jnp.arange(keys.shape[2])[None, None, :] < position[:, None, None]
-    attended = combine(attend(token.q, keys, values, before), attend_one(*token))
+    attended = attend_step(*token, keys, values, position)
     return layer.after_attention(hidden, attended.astype(hidden.dtype)), token
 
 

@@ -10,6 +10,7 @@ page store's workers see NumPy views.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 
 from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
+from kvdrive_jax.pipeline.direct import DirectFetcher, choose_fetch, committed
 from kvdrive_jax.pipeline.fetcher import Fetcher
 from kvdrive_jax.pipeline.indexing import (
     PromptParts,
@@ -83,7 +85,7 @@ class KVDrive(BatchMethod):
         self._n_chunks = np.zeros(shape.batch, np.int64)
         self._store: PageStore | None = None
         self._sessions: list[SessionPages | None] = [None] * shape.batch
-        self._fetcher: Fetcher | None = None
+        self._fetcher: Fetcher | DirectFetcher | None = None
         self._pending: list[tuple[int, int, PromptParts]] = []
         self._reserved: list[str] = []
         self._near: list[Near] = []
@@ -125,15 +127,31 @@ class KVDrive(BatchMethod):
                 empty_directory(*sizes, shape.chunk_capacity, plan.window_slots, plan.window_slots)
                 for _ in layers
             ]
+        if isinstance(self._fetcher, DirectFetcher):
+            self._near, self._window = committed((self._near, self._window))
+            self._index, self._directory = committed((self._index, self._directory))
 
     def _open_tiers(self) -> None:
         tools, plan = self.tools, self.plan
         geometry = page_geometry(tools)
+        rows = geometry.kv_heads * sum(session.rows for session in plan.sessions)
+        way = choose_fetch(tools.config.tiers.fetch, geometry, rows)
+        if way.notice is not None:
+            print(way.notice, file=sys.stderr)
+        arena = way.arena
         self._store = PageStore(
-            geometry, tools.config.tiers, tools.ledger, tools.traffic, workers=WORKERS
+            geometry,
+            tools.config.tiers,
+            tools.ledger,
+            tools.traffic,
+            workers=WORKERS,
+            allocate=None if arena is None else arena.take,
         )
         most = self._spec.selected * plan.shape.batch * geometry.kv_heads
-        self._fetcher = Fetcher(self._store, geometry, most, tools.ledger, tools.traffic)
+        fetcher = Fetcher(self._store, geometry, most, tools.ledger, tools.traffic)
+        self._fetcher = (
+            fetcher if arena is None else DirectFetcher(arena, fetcher, geometry, tools.traffic)
+        )
         for row, session in enumerate(plan.sessions):
             self._sessions[row] = self._store.open(
                 session.chunk_capacity,
@@ -190,7 +208,11 @@ class KVDrive(BatchMethod):
     def finish_prefill(self) -> None:
         self.settle()
         self._wait_for_store()
-        if self._fetcher is not None:
+        if isinstance(self._fetcher, DirectFetcher):
+            self._window[0] = self._fetcher.compile(
+                self._window[0], self._sessions, self._spec.selected
+            )
+        elif self._fetcher is not None:
             self._window[0] = self._fetcher.compile(self._window[0])
 
     @contextmanager
@@ -211,6 +233,8 @@ class KVDrive(BatchMethod):
 
     def layers(self, hidden: jax.Array) -> jax.Array:
         rows, shape = self.rows, self.plan.shape
+        if isinstance(self._fetcher, DirectFetcher):
+            hidden = committed(hidden)
         chunk = self._spec.chunk_size
         near_rows = rows.length - self._n_chunks * chunk
         if np.any(near_rows[rows.active] >= shape.near_capacity):
@@ -273,8 +297,10 @@ class KVDrive(BatchMethod):
                 self._index[layer],
                 self._directory[layer],
             )
-            selected.missing.copy_to_host_async()
             self._tokens.append(selected.token)
+            if isinstance(self._fetcher, DirectFetcher):
+                return selected  # the miss list stays on the device
+            selected.missing.copy_to_host_async()
         # Waits are charged to the stage that is waited for: what is queued before selection is the
         # layer before.
         with self.tools.clock.measure("compute"):
@@ -284,15 +310,17 @@ class KVDrive(BatchMethod):
         return selected
 
     def fetch(self, layer: int, selected: Selected) -> None:
-        assert self._fetcher is not None
+        fetcher, window, counts = self._fetcher, self._window[layer], self.rows.counts
+        assert fetcher is not None
         with self.tools.clock.measure("fetch"):
-            self._window[layer], failure = self._fetcher.fetch(
-                layer,
-                self._sessions,
-                np.asarray(selected.missing),
-                self._window[layer],
-                self.rows.counts,
-            )
+            if isinstance(fetcher, DirectFetcher):
+                self._window[layer], failure = fetcher.fetch(
+                    layer, self._sessions, selected.missing, window, counts
+                )
+            else:
+                self._window[layer], failure = fetcher.fetch(
+                    layer, self._sessions, np.asarray(selected.missing), window, counts
+                )
         if failure is not None:
             self.failed[int(failure.session)] = str(failure)
 
@@ -342,6 +370,8 @@ class KVDrive(BatchMethod):
 
     def retire(self, row: int) -> None:
         session = self._sessions[row]
+        if isinstance(self._fetcher, DirectFetcher):
+            self._fetcher.settle()
         if session is not None:
             self._pending = [item for item in self._pending if item[0] != row]
             session.close()

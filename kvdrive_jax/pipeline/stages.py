@@ -18,7 +18,8 @@ from kvdrive_jax.config import GroupRule
 from kvdrive_jax.index.rest import LayerIndex, Retrieval
 from kvdrive_jax.index.selection import select
 from kvdrive_jax.models.model import ModelDef
-from kvdrive_jax.pallas.attention import Partial, attend, attend_one, combine
+from kvdrive_jax.pallas.attention import Partial, attend_step
+from kvdrive_jax.pallas.page_write import write_pages
 from kvdrive_jax.window.directory import Directory, place
 from kvdrive_jax.window.eviction import lookahead
 
@@ -105,19 +106,10 @@ def _attend(
 ) -> jax.Array:
     """Attention over sink, the pages in ``slots`` [B, K, P] and local, and what is estimated
     of the rest, then feed-forward."""
-    batch, kv_heads, count = slots.shape
-    dim = window.shape[-1]
-    rows = jnp.arange(batch)[:, None, None]
-    heads = jnp.arange(kv_heads)[None, :, None]
-    pages = window[rows, heads, jnp.maximum(slots, 0)]
-    keys = pages[:, :, :, 0].reshape(batch, kv_heads, count * spec.chunk_size, dim)
-    values = pages[:, :, :, 1].reshape(batch, kv_heads, count * spec.chunk_size, dim)
-    chosen = attend(token.q, keys, values, jnp.repeat(slots >= 0, spec.chunk_size, axis=-1))
-    present = jnp.arange(near.k.shape[2])[None, None, :] < step.near_row[:, None, None]
-    close = attend(token.q, near.k, near.v, present)
-    parts = [chosen, close, attend_one(*token), *([] if rest is None else [rest])]
-    attended = combine(*parts).astype(hidden.dtype)
-    return spec.model_def.merge_layer(leaves).after_attention(hidden, attended)
+    attended = attend_step(
+        *token, near.k, near.v, step.near_row, window=window, slots=slots, rest=rest
+    )
+    return spec.model_def.merge_layer(leaves).after_attention(hidden, attended.astype(hidden.dtype))
 
 
 class Selected(NamedTuple):
@@ -168,8 +160,7 @@ def write_stage(window: jax.Array, pages: jax.Array, target: jax.Array) -> jax.A
     window: [B, K, S, 2, c, D], donated; pages: [M, 2, c, D]; target: [M] int32, flat slot
     (b K + k) S + s, or B K S for rows that hold no page.
     """
-    flat = window.reshape(-1, *window.shape[3:])
-    return flat.at[target].set(pages, mode="drop", unique_indices=False).reshape(window.shape)
+    return write_pages(window, pages, target)
 
 
 @partial(jax.jit, static_argnames="spec")

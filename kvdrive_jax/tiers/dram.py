@@ -7,6 +7,7 @@ Written by workers while an offload of that layer is pending, read by anyone aft
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdrive_jax.tiers.pages import Bytes, Ids, PageGeometry, Wide, page_rows, touched_bytes
+
+SlabAllocator = Callable[[int, int], Bytes]
+"""(layer, rows) -> uint8 [rows, page_bytes] to keep pages in."""
 
 
 def available_bytes() -> int | None:
@@ -31,6 +35,8 @@ def available_bytes() -> int | None:
 class DramSlabs:
     """Pages [L, K, rows, 2, c, D] in host memory, as rows of bytes.
 
+    allocate: where the slabs come from; None for ordinary memory.
+
     Attributes:
         slabs: per layer uint8 [K * rows, page_bytes], pre-touched, 64-byte aligned.
         row_of_chunk: per layer int32 [K * chunk_capacity], the row in the layer's slab, -1 when the
@@ -38,16 +44,22 @@ class DramSlabs:
         used: per layer, rows taken of each kv head.
     """
 
-    def __init__(self, geometry: PageGeometry, chunk_capacity: int, rows: int) -> None:
+    def __init__(
+        self,
+        geometry: PageGeometry,
+        chunk_capacity: int,
+        rows: int,
+        allocate: SlabAllocator | None = None,
+    ) -> None:
         self._geometry = geometry
         self.capacity, self.rows = chunk_capacity, rows
         heads, page = geometry.kv_heads, geometry.page_bytes
-        self.slabs: list[Bytes] = [
-            touched_bytes(heads * rows * page, f"a DRAM slab (layer {layer})").reshape(
-                heads * rows, page
-            )
-            for layer in range(geometry.layers)
-        ]
+
+        def ordinary(layer: int, rows: int) -> Bytes:
+            return touched_bytes(rows * page, f"a DRAM slab (layer {layer})").reshape(rows, page)
+
+        take = allocate or ordinary
+        self.slabs: list[Bytes] = [take(layer, heads * rows) for layer in range(geometry.layers)]
         self.row_of_chunk: list[Ids] | None = None
         if rows < chunk_capacity:
             self.row_of_chunk = [

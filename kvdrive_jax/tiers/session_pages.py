@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdrive_jax.telemetry import Ledger, Traffic
-from kvdrive_jax.tiers.dram import DramSlabs
+from kvdrive_jax.tiers.dram import DramSlabs, SlabAllocator
 from kvdrive_jax.tiers.extents import ceil_div, cluster_order, plan_read
 from kvdrive_jax.tiers.pages import Bytes, FetchCount, Ids, PageError, PageGeometry, Wide
 from kvdrive_jax.tiers.placement import SessionPlan, resident_chunks
@@ -37,6 +37,7 @@ class Shared:
     seen: Callable[[PageError], None]
     """Called when the session's user was told of that failure."""
     closed: Callable[[SessionPages], None]
+    allocate: SlabAllocator | None = None
 
 
 class SessionPages:
@@ -69,7 +70,7 @@ class SessionPages:
         try:
             ledger.reserve("dram", f"{self._account}: maps", plan.map_bytes)
             ledger.reserve("ssd", f"{self._account}: extents", plan.ssd_bytes)
-            self._dram = DramSlabs(geometry, plan.chunk_capacity, plan.rows)
+            self._dram = DramSlabs(geometry, plan.chunk_capacity, plan.rows, shared.allocate)
             if plan.layout is not None and shared.directory is not None:
                 entries = self._heads * self._capacity
                 self._positions = [np.full(entries, -1, np.int32) for _ in self._count]
@@ -89,6 +90,14 @@ class SessionPages:
     def stored(self, layer: int) -> int:
         """Chunks of each kv head handed in for a layer: their ids are 0 .. stored - 1."""
         return self._count[layer]
+
+    def dram_rows(self, layer: int) -> tuple[Bytes, Ids | None]:
+        """Where a layer's pages are in DRAM: its slab [K * rows, page_bytes]; and the row in it of
+        each chunk [K * capacity] (-1: not in DRAM), None where chunk j of kv head k is row
+        k * rows + j.
+        """
+        table = self._dram.row_of_chunk
+        return self._dram.slabs[layer], None if table is None else table[layer]
 
     def offload(
         self,

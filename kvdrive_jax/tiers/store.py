@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvdrive_jax.config import TierConfig
 from kvdrive_jax.telemetry import BudgetError, Ledger, Traffic
-from kvdrive_jax.tiers.dram import available_bytes
+from kvdrive_jax.tiers.dram import SlabAllocator, available_bytes
 from kvdrive_jax.tiers.pages import Bytes, FetchCount, Ids, PageError, PageGeometry, page_rows
 from kvdrive_jax.tiers.placement import SessionPlan, plan_session
 from kvdrive_jax.tiers.session_pages import SessionPages, Shared
@@ -39,7 +39,8 @@ class PageStore:
     """All pages below HBM, of all open sessions, within the budgets of ``ledger``.
 
     ``workers`` threads write and as many fetch. ``pending_bytes`` bounds the pages handed in and
-    not yet stored (None: one layer of the largest open session).
+    not yet stored (None: one layer of the largest open session). ``allocate`` gives the memory of
+    the DRAM tier (None: ordinary memory).
 
     Raises ValueError when ``tiers.ssd_dir`` cannot be used.
     """
@@ -53,6 +54,7 @@ class PageStore:
         *,
         workers: int = 2,
         pending_bytes: int | None = None,
+        allocate: SlabAllocator | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
@@ -74,6 +76,7 @@ class PageStore:
             failed=self._failed,
             seen=self._seen,
             closed=self._forget,
+            allocate=allocate,
         )
 
     def plan(

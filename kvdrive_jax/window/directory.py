@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+
+from kvdrive_jax.pallas.selection import select_chunks
 
 
 @jax.tree_util.register_dataclass
@@ -60,8 +61,9 @@ def place(
 ) -> tuple[Directory, jax.Array, jax.Array]:
     """Gives every selected chunk a slot.
 
-    A hit keeps its slot. Misses take, in the order of `ids`, the empty slots first, then those of
-    the lowest priority, ties to the lowest slot; never one that was selected in this step.
+    A hit keeps its slot. Misses take the empty slots first, then those of the lowest priority, ties
+    to the lowest slot; never one that was selected in this step. Which miss gets which of them is
+    not said.
 
     Args:
         directory: the maps before the step.
@@ -88,11 +90,15 @@ def place(
 
     held = _write(jnp.zeros((batch, kv_heads, slots), bool), found, True)
     free = ~held & (jnp.arange(slots) < directory.capacity[:, None])
-    worth, victims = lax.top_k(_eviction_order(directory.chunk_of_slot, priority, free), count)
+    victims = select_chunks(
+        _eviction_order(directory.chunk_of_slot, priority, free),
+        jnp.full((batch,), slots, jnp.int32),
+        count,
+        limit=jnp.minimum(miss.sum(axis=-1), free.sum(axis=-1)).astype(jnp.int32),
+    )
 
     nth = jnp.maximum(jnp.cumsum(miss, axis=-1) - 1, 0)
-    target = jnp.where(_look_up(worth, nth) > -jnp.inf, _look_up(victims, nth), -1)
-    target = jnp.where(miss, target, -1)
+    target = jnp.where(miss, _look_up(victims, nth), -1)
     evicted = jnp.where(target >= 0, _look_up(directory.chunk_of_slot, jnp.maximum(target, 0)), -1)
     arriving = jnp.where(target >= 0, ids, -1)
 
