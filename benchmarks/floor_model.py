@@ -1,0 +1,354 @@
+"""What a decode step must do, kernel by kernel, and the least time that takes on a GPU.
+
+A floor is the larger of two times: bytes that must move, each once, over the bandwidth; operations
+over the rate. `floors.py` says what is left out, and prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvdrive_jax.config import KVDriveConfig, RetrievalConfig
+from kvdrive_jax.index.chunks import chunk_count
+from kvdrive_jax.index.form import IndexForm
+from kvdrive_jax.index.two_level import SPAN
+from kvdrive_jax.models.config import ModelConfig
+from kvdrive_jax.plan import index_form
+
+ITEM = 2
+"""Bytes of a weight, an activation, a key or a value: bfloat16."""
+
+# Generated tokens not yet in chunks, on average: half of flush_tokens.
+UNFLUSHED = 128
+
+Part = Literal["select", "attend", "write", "fetch", "model", "prefill"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Peak figures of one GPU, as its maker states them.
+
+    hbm: bytes/s of device memory; tensor: bfloat16 operations/s of the tensor cores, dense, summed
+    in float32; vector: float32 operations/s outside them; pcie: bytes/s in one direction.
+    """
+
+    name: str
+    hbm: float
+    tensor: float
+    vector: float
+    pcie: float
+    source: str
+
+
+# 16 lanes of 16 (32) GT/s with 128 of 130 bits used: PCI-SIG base specification 4.0 (5.0).
+PCIE_4, PCIE_5 = 31.5e9, 63.0e9
+
+GPUS = {
+    "a100": Gpu(
+        name="A100 SXM 80GB", hbm=2039e9, tensor=312e12, vector=19.5e12, pcie=PCIE_4,
+        source="NVIDIA A100 Tensor Core GPU datasheet, 2021",
+    ),
+    "l20": Gpu(
+        name="L20", hbm=864e9, tensor=119.5e12, vector=59.8e12, pcie=PCIE_4,
+        source="NVIDIA L20 datasheet, 2023",
+    ),
+    "rtx4090": Gpu(
+        name="RTX 4090", hbm=1008e9, tensor=165.2e12, vector=82.6e12, pcie=PCIE_4,
+        source="NVIDIA Ada GPU architecture whitepaper, appendix A (float32 accumulation)",
+    ),
+    "h20": Gpu(
+        name="H20", hbm=4000e9, tensor=148e12, vector=44e12, pcie=PCIE_5,
+        source="NVIDIA HGX H20 product brief, 2024",
+    ),
+    "h100": Gpu(
+        name="H100 SXM", hbm=3352e9, tensor=989.4e12, vector=66.9e12, pcie=PCIE_5,
+        source="NVIDIA H100 Tensor Core GPU architecture whitepaper, table 3",
+    ),
+    "h200": Gpu(
+        name="H200 SXM", hbm=4800e9, tensor=989.4e12, vector=66.9e12, pcie=PCIE_5,
+        source="NVIDIA H200 Tensor Core GPU datasheet, 2024",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one kernel must do in one call.
+
+    part: of the step; times: calls per step; hbm_bytes, pcie_bytes: that must move; tensor_ops,
+    vector_ops: to be done in the tensor cores, and outside them.
+    """
+
+    name: str
+    part: Part
+    times: int
+    hbm_bytes: float = 0.0
+    pcie_bytes: float = 0.0
+    tensor_ops: float = 0.0
+    vector_ops: float = 0.0
+
+    def seconds(self, gpu: Gpu) -> float:
+        """The floor of one call."""
+        return max(
+            self.hbm_bytes / gpu.hbm,
+            self.pcie_bytes / gpu.pcie,
+            self.tensor_ops / gpu.tensor,
+            self.vector_ops / gpu.vector,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A decode step: of which model, over what, with which index.
+
+    context: tokens of each session; hit_rate: share of the selected chunks that are in their
+    windows; scan_one_in: of how many spans of the index one is scanned; window: slots as a
+    multiple of the selection.
+    """
+
+    model: ModelConfig
+    context: int
+    batch: int
+    budget: int = 2048
+    hit_rate: float = 0.9
+    index: str = "moments:4"
+    scan_one_in: int = 1
+    window: float = 2.0
+    chunk_size: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hit_rate <= 1:
+            raise ValueError(f"hit_rate must be from 0 to 1, got {self.hit_rate}")
+        for name in ("context", "batch", "budget", "chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def retrieval(self) -> RetrievalConfig:
+        """As the engine would be configured."""
+        return RetrievalConfig(
+            budget=self.budget,
+            index=self.index,
+            scan_one_in=self.scan_one_in,
+            chunk_size=self.chunk_size,
+        )
+
+    @property
+    def index_name(self) -> str:
+        """For tables."""
+        return self.index + (f" 1/{self.scan_one_in}" if self.scan_one_in > 1 else "")
+
+    @property
+    def form(self) -> IndexForm:
+        """The index."""
+        return index_form(KVDriveConfig(retrieval=self.retrieval), self.model)
+
+    @property
+    def chunks(self) -> int:
+        """N, chunks of a session."""
+        settings = self.retrieval
+        return chunk_count(
+            self.context, sink=settings.sink, local=settings.local, chunk_size=self.chunk_size
+        )
+
+    @property
+    def ranked(self) -> float:
+        """What has a score of its own per kv head: chunks, or clusters of them."""
+        if self.form.name != "clusters":
+            return self.chunks
+        return self.chunks * self.chunk_size / self.retrieval.tokens_per_cluster
+
+    @property
+    def selected(self) -> int:
+        """P, chunks selected per kv head."""
+        return min(self.chunks, self.budget // self.chunk_size)
+
+    @property
+    def near(self) -> int:
+        """Tokens of sink, local and the unflushed, on average."""
+        return min(self.context, self.retrieval.sink + self.retrieval.local + UNFLUSHED)
+
+    @property
+    def rows(self) -> int:
+        """Pairs of session and kv head."""
+        return self.batch * self.model.num_kv_heads
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one chunk."""
+        return 2 * self.chunk_size * self.model.head_dim * ITEM
+
+
+def weights_per_layer(model: ModelConfig) -> int:
+    """Parameters of the products of one layer."""
+    heads = model.num_heads + 2 * model.num_kv_heads
+    attention = model.hidden_size * model.head_dim * (heads + model.num_heads)
+    return attention + 3 * model.hidden_size * model.intermediate_size
+
+
+def _model_works(case: Case) -> list[Work]:
+    model, batch = case.model, case.batch
+    layer, head = weights_per_layer(model), model.vocab_size * model.hidden_size
+    return [
+        Work(
+            name="weights of a layer", part="model", times=model.num_layers,
+            hbm_bytes=layer * ITEM, tensor_ops=2.0 * batch * layer,
+        ),
+        Work(
+            name="logits", part="model", times=1,
+            hbm_bytes=head * ITEM + batch * model.vocab_size * 4, tensor_ops=2.0 * batch * head,
+        ),
+    ]  # fmt: skip
+
+
+def scoring(case: Case) -> Work:
+    """Index against queries: the index is read once, float32 scores are written."""
+    model, form = case.model, case.form
+    scanned = case.rows * form.bytes_scanned(model.head_dim, case.chunks)
+    narrow = form.name != "clusters" and not case.index.endswith("bf16")
+    # As many multiplications as the index has numbers: a mean per chunk, one centroid per cluster.
+    vectors = case.ranked
+    if case.scan_one_in > 1:
+        vectors *= 1 / SPAN + 1 / case.scan_one_in
+    codes = case.rows * vectors * model.head_dim
+    return Work(
+        name=f"scoring {case.index_name}", part="select", times=model.num_layers,
+        hbm_bytes=scanned + case.rows * case.ranked * 4,
+        tensor_ops=2.0 * codes * (model.num_heads // model.num_kv_heads),
+        # A code of a word is isolated and converted.
+        vector_ops=2.0 * codes if narrow else 0.0,
+    )  # fmt: skip
+
+
+def selection(case: Case) -> Work:
+    """Scores in, ids out; every score is compared at least once. (The cluster of each chunk is in
+    the bytes that scoring scans.)"""
+    scores = case.rows * case.ranked
+    return Work(
+        name="selection", part="select", times=case.model.num_layers,
+        hbm_bytes=scores * 4 + case.rows * case.selected * 4, vector_ops=scores,
+    )  # fmt: skip
+
+
+def directory(case: Case) -> Work:
+    """Look-up of what is selected, scores of what is in the windows, misses placed."""
+    slots = case.window * case.selected
+    misses = (1 - case.hit_rate) * case.selected
+    words = 2 * case.selected + 2 * slots + 4 * case.selected + 3 * misses
+    return Work(
+        name="directory", part="select", times=case.model.num_layers,
+        hbm_bytes=case.rows * words * 4,
+    )  # fmt: skip
+
+
+def attention(case: Case, tokens: int, name: str) -> Work:
+    """Decode attention over so many tokens of every session."""
+    model = case.model
+    entries = case.rows * tokens * model.head_dim
+    return Work(
+        name=name, part="attend", times=model.num_layers,
+        hbm_bytes=2 * entries * ITEM,
+        tensor_ops=4.0 * entries * (model.num_heads // model.num_kv_heads),
+    )  # fmt: skip
+
+
+def sparse_attention(case: Case) -> Work:
+    """Over what is selected, sink and local."""
+    tokens = case.selected * case.chunk_size + case.near
+    return attention(case, tokens, "sparse attention")
+
+
+def full_attention(case: Case) -> Work:
+    """Over everything."""
+    return attention(case, case.context, "full attention")
+
+
+def missed_bytes(case: Case) -> float:
+    """Pages that one layer must fetch in one step."""
+    return case.rows * case.selected * (1 - case.hit_rate) * case.page_bytes
+
+
+def page_write(case: Case) -> Work:
+    """Fetched pages from staging into their slots: read and written."""
+    return Work(
+        name="page write", part="write", times=case.model.num_layers,
+        hbm_bytes=2 * missed_bytes(case),
+    )  # fmt: skip
+
+
+def fetch(case: Case) -> Work:
+    """Missed pages over PCIe (the direct way writes them to their slots at the same time)."""
+    return Work(
+        name="fetch over PCIe", part="fetch", times=case.model.num_layers,
+        pcie_bytes=missed_bytes(case), hbm_bytes=missed_bytes(case),
+    )  # fmt: skip
+
+
+def prompt_block(case: Case, queries: int = 512) -> Work:
+    """Attention of the last block of queries of one prompt."""
+    model = case.model
+    keys = 2 * model.num_kv_heads * case.context * model.head_dim * ITEM
+    return Work(
+        name=f"prompt attention, last {queries} queries", part="prefill", times=model.num_layers,
+        hbm_bytes=keys, tensor_ops=4.0 * queries * model.num_heads * case.context * model.head_dim,
+    )  # fmt: skip
+
+
+def kmeans_round(case: Case) -> Work:
+    """One round over one layer of one prompt: every representative against its segment's
+    centroids."""
+    model, settings = case.model, case.retrieval
+    vectors = model.num_kv_heads * case.chunks * model.head_dim
+    centroids = settings.segment_tokens / settings.tokens_per_cluster
+    return Work(
+        name="k-means round", part="prefill", times=model.num_layers * settings.kmeans_rounds,
+        hbm_bytes=4.0 * vectors, tensor_ops=2.0 * vectors * centroids,
+    )  # fmt: skip
+
+
+def decode_works(case: Case, method: Literal["kvdrive", "full"] = "kvdrive") -> list[Work]:
+    """What one decode step must do, kernel by kernel."""
+    if method == "full":
+        return [*_model_works(case), full_attention(case)]
+    return [
+        *_model_works(case),
+        scoring(case),
+        selection(case),
+        directory(case),
+        sparse_attention(case),
+        page_write(case),
+        fetch(case),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The floor of a decode step on one GPU, in seconds.
+
+    compute: what goes through device memory, one after the other; fetch: what PCIe takes
+    meanwhile; total: the longer; parts: of compute.
+    """
+
+    compute: float
+    fetch: float
+    parts: dict[Part, float]
+
+    @property
+    def total(self) -> float:
+        """The longer of the two."""
+        return max(self.compute, self.fetch)
+
+    def share(self, *parts: Part) -> float:
+        """Of these parts in the total."""
+        return sum(self.parts.get(part, 0.0) for part in parts) / self.total
+
+
+def step_floor(works: Sequence[Work], gpu: Gpu) -> Step:
+    """The floor of a step that does all this."""
+    parts: dict[Part, float] = {}
+    for work in works:
+        parts[work.part] = parts.get(work.part, 0.0) + work.times * work.seconds(gpu)
+    fetching = parts.pop("fetch", 0.0)
+    return Step(compute=sum(parts.values()), fetch=fetching, parts=parts)

@@ -1,0 +1,180 @@
+"""The least time that a decode step and each of its kernels can take on a GPU.
+
+    python -m benchmarks.floors --model llama-3-8b --context 128K --batch 8 --budget 2048 \\
+        --hit-rate 0.9 [--gpu h200] [--index moments:4]
+
+A floor is the larger of two times: bytes that must move, each once, over the bandwidth; operations
+over the rate. Nothing runs at its floor; a kernel's share of it is how good the kernel is.
+
+What is not counted: caches (what one kernel writes and the next reads is counted twice), launches,
+and anything that could be fused away, such as the logits of single query heads between two passes.
+Fetching over PCIe can hide behind the rest of the step, so a step takes at least the longer of the
+two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.common import table
+from benchmarks.floor_model import (
+    GPUS,
+    Case,
+    Gpu,
+    decode_works,
+    kmeans_round,
+    prompt_block,
+    scoring,
+    step_floor,
+)
+from kvdrive_jax.models.presets import PRESETS
+
+MODELS = {
+    "llama-3-8b": "Llama-3-8B-Instruct-Gradient-1048k",
+    "qwen3-8b": "Qwen3-8B",
+    "qwen3-14b": "Qwen3-14B",
+    "phi-4-mini": "Phi-4-mini-instruct",
+}
+INDEXES = (
+    ("clusters", 1), ("bounds:4", 1), ("chunks:4", 1), ("chunks:2", 1), ("moments:8", 1),
+    ("moments:4", 1), ("moments:2", 1), ("moments:4", 4), ("moments:2", 4), ("moments:2", 16),
+)  # fmt: skip
+"""Forms and bits, and of how many spans one is scanned."""
+
+
+def kernel_table(case: Case, gpu: Gpu) -> str:
+    """Every kernel of a step on one GPU."""
+    works = decode_works(case)
+    step = step_floor(works, gpu)
+    beside = {"fetch": "beside it", "prefill": "prefill"}
+    rows = []
+    for work in (*works, prompt_block(case), kmeans_round(case)):
+        seconds = work.times * work.seconds(gpu)
+        rows.append(
+            (
+                work.name,
+                f"{work.hbm_bytes / 1e6:,.1f}",
+                f"{(work.tensor_ops + work.vector_ops) / 1e9:,.2f}",
+                f"{work.seconds(gpu) * 1e6:,.1f}",
+                str(work.times),
+                f"{seconds * 1e3:,.3f}",
+                beside.get(work.part) or f"{seconds / step.compute:.1%}",
+            )
+        )
+    header = ("kernel", "MB", "Gop", "us", "times", "ms", "share of step")
+    return f"{gpu.name} ({gpu.source})\n{table(header, rows)}"
+
+
+def gpu_table(case: Case, names: Sequence[str]) -> str:
+    """The whole step on every GPU, against full attention."""
+    rows = []
+    for name in names:
+        gpu = GPUS[name]
+        step = step_floor(decode_works(case), gpu)
+        full = step_floor(decode_works(case, "full"), gpu)
+        rows.append(
+            (
+                gpu.name,
+                f"{step.total * 1e3:.2f}",
+                "PCIe" if step.fetch > step.compute else "memory",
+                f"{step.fetch * 1e3:.2f}",
+                f"{step.parts['select'] * 1e3:.2f}",
+                f"{step.parts['attend'] * 1e3:.2f}",
+                f"{step.share('select', 'attend'):.1%}",
+                f"{case.batch / step.total:,.0f}",
+                f"{full.total * 1e3:.2f}",
+                f"{full.total / step.total:.1f}x",
+            )
+        )
+    header = (
+        "GPU", "ms/step", "bound by", "fetch", "select", "attend", "select + attend", "tokens/s",
+        "full ms/step", "full/kvdrive",
+    )  # fmt: skip
+    return table(header, rows)
+
+
+def index_table(case: Case, gpu: Gpu) -> str:
+    """What selection costs with every index form."""
+    rows = []
+    for index, scan in INDEXES:
+        other = replace(case, index=index, scan_one_in=scan)
+        step = step_floor(decode_works(other), gpu)
+        per_token = other.form.bytes_scanned(case.model.head_dim, case.chunks) / case.context
+        rows.append(
+            (
+                other.index_name,
+                f"{per_token:.1f}",
+                f"{scoring(other).seconds(gpu) * 1e6:.1f}",
+                f"{step.share('select'):.1%}",
+                f"{step.share('attend'):.1%}",
+                f"{step.share('select', 'attend'):.1%}",
+            )
+        )
+    header = (
+        "index", "bytes/token and kv head", "scoring us", "select", "attend", "select + attend",
+    )  # fmt: skip
+    return table(header, rows)
+
+
+def parse_tokens(text: str) -> int:
+    """``128K`` is 131,072."""
+    scale = {"K": 1024, "M": 1024**2}.get(text[-1:].upper(), 1)
+    digits = text[:-1] if scale > 1 else text
+    if not digits.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected tokens such as 32768, 128K or 1M, got {text!r}")
+    return int(digits) * scale
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.floors",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--model", default="llama-3-8b", choices=[*MODELS, *MODELS.values()])
+    made.add_argument("--context", default="128K", type=parse_tokens)
+    made.add_argument("--batch", default=8, type=int)
+    made.add_argument("--budget", default=2048, type=int, help="tokens per kv head and step")
+    made.add_argument("--hit-rate", default=0.9, type=float)
+    made.add_argument("--index", default="moments:4", help="index form and bits")
+    made.add_argument("--scan-one-in", default=1, type=int, help="as the engine's option")
+    made.add_argument("--window", default=2.0, type=float, help="slots per selected chunk")
+    made.add_argument("--gpu", choices=GPUS, help="only this one, kernel by kernel")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the tables."""
+    options = parser().parse_args(arguments)
+    try:
+        case = Case(
+            model=PRESETS[MODELS.get(options.model, options.model)],
+            context=options.context,
+            batch=options.batch,
+            budget=options.budget,
+            hit_rate=options.hit_rate,
+            index=options.index,
+            scan_one_in=options.scan_one_in,
+            window=options.window,
+        )
+        case.form  # noqa: B018  an unknown index is reported here
+    except ValueError as error:
+        print(f"floors: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{options.model}, {case.context:,} tokens, batch {case.batch}, budget {case.budget:,}, "
+        f"{case.hit_rate:.0%} hits, index {case.index_name}, bfloat16. Floors, not measurements.\n"
+    )
+    for name in [options.gpu] if options.gpu else ["h200"]:
+        print(kernel_table(case, GPUS[name]), end="\n\n")
+        print(index_table(case, GPUS[name]), end="\n\n")
+    print(gpu_table(case, [options.gpu] if options.gpu else list(GPUS)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
