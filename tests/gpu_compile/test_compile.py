@@ -1,0 +1,33 @@
+"""Every kernel and every compiled stage, compiled for six GPUs: what they use stays in limits.
+
+With GPU_COMPILE_SHAPES=one in the environment only at one shape.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.gpu_compile.cases import Case
+from tests.gpu_compile.records import broken, compile_case
+from tests.gpu_compile.registry import CASES, NOT_YET
+from tests.gpu_compile.targets import why_not
+
+REASON = why_not()
+ONE_SHAPE = os.environ.get("GPU_COMPILE_SHAPES") == "one"
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+def _parameter(case: Case) -> object:
+    reason = NOT_YET.get(case.name)
+    marks = pytest.mark.xfail(strict=True, reason=reason) if reason else ()
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+@pytest.mark.parametrize("case", [_parameter(case) for case in CASES])
+def test_within_limits(case: Case) -> None:
+    problems = []
+    for shape, record in compile_case(case, one_shape=ONE_SHAPE):
+        problems += broken(case, shape, record)
+    assert not problems, "\n".join(problems)
