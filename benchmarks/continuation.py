@@ -1,13 +1,13 @@
 """Same answers as full attention: perplexity of what follows a long context, and greedy agreement.
 
-    python -m benchmarks.continuation            clusters and moments at several budgets
+    python -m benchmarks.continuation            clusters and moments, with and without estimates
 
 Perplexity: the tokens that really follow a context are decoded one by one, each method being given
 the true ones; mean cross entropy of each. Agreement: full attention answers a prompt greedily, each
 method is given its tokens, and it is counted how often its own best token is the same; until the
 first that is not, it would have written the same text by itself.
 
-A prompt is prefilled once and its keys and values given to every engine. SPEC is INDEX[+ESTIMATE].
+A prompt is prefilled once and its keys and values given to every engine.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="demo", help="demo, a folder or a .gguf file")
-    parser.add_argument("--specs", type=names, default=["clusters", "moments"])
-    parser.add_argument("--budgets", type=numbers, default=[64, 128, 256, 512])
+    specs = ["clusters", "moments", "moments+chunks", "moments+clusters"]
+    parser.add_argument("--specs", type=names, default=specs, help="INDEX[+ESTIMATE], ...")
+    parser.add_argument("--budgets", type=numbers, default=[64, 128, 256])
     parser.add_argument("--context", type=int, default=6144, help="tokens before the continuation")
     parser.add_argument("--tokens", type=int, default=512, help="of the continuation")
     parser.add_argument("--steps", type=int, default=256, help="of the greedy answer")
