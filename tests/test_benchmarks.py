@@ -13,8 +13,16 @@ import pytest
 
 from benchmarks import compare_transformers, needle, prefill_memory
 from benchmarks.common import environment, peak_bytes, reset_peak, spread
+from benchmarks.continuation import agreement, configurations, cross_entropy, summary
+from benchmarks.continuation import run as decode
 from benchmarks.haystack import filler_tokens, needle_prompt, sentences
-from benchmarks.probes import OneLetterTokenizer, recorded_logits, shared_prefill, synthetic_prefill
+from benchmarks.probes import (
+    OneLetterTokenizer,
+    forced_tokens,
+    recorded_logits,
+    shared_prefill,
+    synthetic_prefill,
+)
 from benchmarks.worker import Worker
 from kvdrive_jax.config import KVDriveConfig, RetrievalConfig, WindowConfig
 from kvdrive_jax.engine import Engine
@@ -106,6 +114,36 @@ def test_recorded_logits_are_those_of_the_prompt_and_of_every_step() -> None:
     np.testing.assert_allclose(np.stack(seen), expected[len(PROMPT) - 1 :], atol=1e-3)
 
 
+def test_forced_tokens_are_taken_and_scored_as_the_dense_forward_scores_them() -> None:
+    forced = random_prompt(9, seed=5)
+    logits = decode(engine("full"), PROMPT, forced)
+    dense = dense_logits(MODEL, np.array([*PROMPT, *forced[:-1]]))
+    expected = np.asarray(dense)[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(logits, expected, atol=1e-3)
+    shifted = expected - expected.max(axis=-1, keepdims=True)
+    chances = np.exp(shifted) / np.exp(shifted).sum(axis=-1, keepdims=True)
+    loss = -np.log(chances[np.arange(9), forced]).mean()
+    assert cross_entropy(logits, forced) == pytest.approx(loss, abs=1e-3)
+    # Left to itself, the engine takes its best tokens, and agrees with itself.
+    free = decode(engine("full"), PROMPT, 9).argmax(axis=-1)
+    again = decode(engine("full"), PROMPT, free.tolist()).argmax(axis=-1)
+    assert agreement(again, free) == {"same": 1.0, "first_difference": None}
+    with forced_tokens([3, 4]):
+        assert answer(engine("full"), PROMPT, 2) == (3, 4)
+
+
+def test_agreement_and_summary_say_where_they_part() -> None:
+    found = agreement(np.array([1, 2, 9, 4]), np.array([1, 2, 3, 4]))
+    assert found == {"same": 0.75, "first_difference": 2}
+    made = configurations(["clusters", "moments+chunks"], [64])
+    assert list(made) == ["full", "clusters 64", "moments+chunks 64"]
+    assert made["moments+chunks 64"].retrieval.estimate == "chunks"
+    losses = {"prose": {"full": 2.0, "clusters 64": 2.1}}
+    text = summary(losses, {"needle": {"full": found, "clusters 64": found}})
+    assert "+10.52 %" in text
+    assert "75.0 %" in text
+
+
 def test_synthetic_prefill_goes_through_index_and_tiers() -> None:
     tokens = []
     for window in (None, WindowConfig(multiple=1)):
@@ -126,13 +164,13 @@ def test_needle_benchmark(folder: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert needle.main([*arguments, "--output", str(result)]) == 1
     found = json.loads(result.read_text())
     assert found["of"] == 2
-    assert found["hits"] == {"full": 0, "kvdrive 64": 0}
-    assert [run["method"] for run in found["runs"]] == ["full", "kvdrive 64"] * 2
+    assert found["hits"] == {"full": 0, "moments 64": 0}
+    assert [run["method"] for run in found["runs"]] == ["full", "moments 64"] * 2
     for run in found["runs"]:
         assert 300 < run["prompt_tokens"] <= 400
         assert (run["bytes"]["dram_to_hbm"] > 0) == (run["method"] != "full")
     assert str(tmp_path) not in result.read_text()
-    assert "kvdrive 64" in capsys.readouterr().out
+    assert "moments 64" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
