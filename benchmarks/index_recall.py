@@ -60,7 +60,7 @@ from kvdrive_jax.models.rope import inverse_frequencies
 from kvdrive_jax.models.tokenizer import Tokenizer
 from kvdrive_jax.models.weights import load_pretrained
 from kvdrive_jax.pallas.scoring.reference import GROUP_RULES
-from kvdrive_jax.pipeline.prefill import embed_prompt, prefill_layer
+from kvdrive_jax.pipeline.prefill import BLOCK_K, embed_prompt, prefill_layer
 
 ORACLE = Ranking("oracle", None)
 QUICK = ("clusters", "moments:4")
@@ -311,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         "texts": {},
     }
-    tokens = -(-(longest + args.steps) // 256) * 256
+    tokens = -(-(longest + args.steps) // BLOCK_K) * BLOCK_K
     at = np.arange(0, args.steps, args.every)
     for text in texts:
         start = time.perf_counter()

@@ -151,9 +151,9 @@ class RetrievalConfig:
         for name in ("segment_tokens", "flush_tokens"):
             value = getattr(self, name)
             _require(
-                _positive_int(value) and value % self.chunk_size == 0,
+                _positive_int(value) and value >= self.chunk_size,
                 name,
-                f"a positive multiple of chunk_size = {self.chunk_size}",
+                f"at least one chunk (chunk_size = {self.chunk_size} tokens)",
                 value,
             )
 

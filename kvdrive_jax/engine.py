@@ -19,7 +19,7 @@ from kvdrive_jax.methods.base import Tools
 from kvdrive_jax.models.model import Model
 from kvdrive_jax.models.tokenizer import Tokenizer
 from kvdrive_jax.models.weights import describe_pretrained, load_pretrained
-from kvdrive_jax.plan import Plan, check_context, check_length, index_form, plan_batch
+from kvdrive_jax.plan import Plan, check_config, check_length, plan_batch
 from kvdrive_jax.report import RunReport
 from kvdrive_jax.sampling import SamplingConfig
 from kvdrive_jax.session import Generation, Session, StreamEvent
@@ -47,8 +47,7 @@ class Engine:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.config = config or KVDriveConfig()
         self.budgets = budgets or resolve_budgets(self.config.tiers)
-        self.context_length = check_context(self.config, model.config.max_positions)
-        index_form(self.config, model.config)  # refuses an index that does not exist
+        self.context_length = check_config(self.config, model.config, model.dtype)
         self._quiet = quiet
         self._closed = False
         self._ledger = Ledger(hbm=self.budgets.hbm, dram=self.budgets.dram, ssd=self.budgets.ssd)
@@ -73,7 +72,7 @@ class Engine:
         config = config or KVDriveConfig()
         budgets = resolve_budgets(config.tiers)
         known = describe_pretrained(model, config.dtype, context_length=config.context_length)
-        check_context(config, known.config.max_positions)
+        check_config(config, known.config, known.dtype)
         weights = known.parameters * known.dtype.itemsize
         if weights > budgets.hbm:
             raise BudgetError(

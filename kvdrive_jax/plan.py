@@ -19,6 +19,7 @@ from kvdrive_jax.index.form import IndexForm, make_form
 from kvdrive_jax.index.rest import Retrieval
 from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.models.weights import describe_pretrained
+from kvdrive_jax.pallas import page_gather
 from kvdrive_jax.pipeline.fetcher import STAGING_BUFFERS
 from kvdrive_jax.pipeline.prefill import prefill_bytes
 from kvdrive_jax.shapes import BatchShape, batch_shape
@@ -154,10 +155,10 @@ def plan_batch(
     """The plan for one batch of prompts.
 
     dtype: of weights and KV; parameters: stored parameters. Works without
-    weights. Raises ValueError for a budget above the context length. A plan that does not fit is
-    returned, see ``Plan.require``.
+    weights. Raises ValueError for a budget above the context length, and as ``check_config`` does.
+    A plan that does not fit is returned, see ``Plan.require``.
     """
-    context = config.context_length or model.max_positions
+    context = check_config(config, model, dtype)
     shape = batch_shape(config.retrieval, prompt_tokens, max_new_tokens, context)
     budgets = budgets or resolve_budgets(config.tiers)
     itemsize = dtype.itemsize
@@ -209,7 +210,7 @@ def plan_for(
     context length.
     """
     known = describe_pretrained(model, config.dtype, context_length=config.context_length)
-    context = check_context(config, known.config.max_positions)
+    context = check_config(config, known.config, known.dtype)
     for number, tokens in enumerate(prompt_tokens):
         check_length(number, tokens, max_new_tokens, context)
     return plan_batch(
@@ -217,8 +218,17 @@ def plan_for(
     )
 
 
-def check_context(config: KVDriveConfig, model_maximum: int) -> int:
-    """The context length in force; ValueError when the configured one exceeds the model's."""
+def check_config(config: KVDriveConfig, model: ModelConfig, dtype: Any) -> int:
+    """The context length in force, for a configuration that suits the model and the machine.
+
+    Raises ValueError when the configured context length exceeds the model's or the index does not
+    exist, NotImplementedError for a way to fetch that cannot be had here.
+    """
+    index_form(config, model)
+    refusal = page_gather.why_not(dtype) if config.tiers.fetch == "direct" else None
+    if refusal is not None:
+        raise NotImplementedError(f"fetch direct: {refusal}")
+    model_maximum = model.max_positions
     length = config.context_length or model_maximum
     if length > model_maximum:
         raise ValueError(

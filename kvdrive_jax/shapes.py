@@ -85,8 +85,9 @@ def batch_shape(
     longest = max(prompt_tokens)
     budget = retrieval.budget_tokens(longest, context_length)
     flush_chunks = retrieval.flush_tokens // chunk
+    flush_tokens = flush_chunks * chunk
     # A flush leaves sink, local and a chunk's worth of tokens: flush_tokens steps to the next.
-    near_capacity = retrieval.sink + retrieval.local + retrieval.flush_tokens + chunk
+    near_capacity = retrieval.sink + retrieval.local + flush_tokens + chunk
 
     def chunks_of(tokens: int) -> int:
         return chunk_count(tokens, sink=retrieval.sink, local=retrieval.local, chunk_size=chunk)
@@ -103,7 +104,7 @@ def batch_shape(
         selected=selected,
         near_capacity=near_capacity,
         flush_chunks=flush_chunks,
-        flush_events=max_new_tokens // retrieval.flush_tokens + 1,
+        flush_events=max_new_tokens // flush_tokens + 1,
         prompt_chunks=tuple(chunks_of(tokens) for tokens in prompt_tokens),
         row_chunks=row_chunks,
     )

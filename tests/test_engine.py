@@ -13,6 +13,7 @@ import pytest
 
 from kvdrive_jax.config import KVDriveConfig, RetrievalConfig, TierConfig, WindowConfig
 from kvdrive_jax.engine import Engine
+from kvdrive_jax.plan import plan_batch
 from kvdrive_jax.sampling import SamplingConfig
 from kvdrive_jax.session import Generation
 from tests.dense_reference import dense_logits
@@ -172,9 +173,7 @@ def test_two_thousand_tokens_stay_correct(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk_size", [1, 3, 8])
 def test_chunk_sizes(chunk_size: int, tmp_path: Path) -> None:
     """Another chunk size is another selection, but never depends on where pages live."""
-    retrieval = RetrievalConfig(
-        budget=48, chunk_size=chunk_size, flush_tokens=24, segment_tokens=240
-    )
+    retrieval = RetrievalConfig(budget=48, chunk_size=chunk_size, flush_tokens=25, index="clusters")
     resident, _ = generate(RAGGED[:2], 60, retrieval=retrieval)
     tiered, _ = generate(
         RAGGED[:2],
@@ -361,6 +360,21 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(
         Engine(MODEL, TOKENIZER, KVDriveConfig(**config)) as engine,
     ):
         engine.stream_ids([random_prompt(4000)], max_new_tokens=1000)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU may fetch the direct way")
+def test_direct_fetch_is_refused_where_it_cannot_be_had() -> None:
+    config = KVDriveConfig(tiers=TierConfig(fetch="direct"))
+    with pytest.raises(NotImplementedError, match=r"fetch direct: .* need an NVIDIA GPU"):
+        Engine(MODEL, TOKENIZER, config)
+    with pytest.raises(NotImplementedError, match="fetch direct"):
+        plan_batch(MODEL.config, np.dtype("float32"), 1, config, [100], 5)
+
+
+def test_an_index_that_does_not_exist_is_refused_whatever_the_method() -> None:
+    config = KVDriveConfig(method="full", retrieval=RetrievalConfig(index="trees"))
+    with pytest.raises(ValueError, match="clusters, chunks, bounds, moments"):
+        plan_batch(MODEL.config, np.dtype("float32"), 1, config, [100], 5)
 
 
 def test_plan_equals_what_the_run_reserves(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvdrive_jax.index.form import make_form
 from kvdrive_jax.index.moments import MomentsForm
-from kvdrive_jax.index.two_level import SPAN, UNSCANNED, TwoLevelForm
+from kvdrive_jax.index.two_level import SPAN, TwoLevelForm
 from tests.test_index_forms import append, build, index_of, insert, random_keys, score
 
 
@@ -29,14 +29,20 @@ def test_the_spans_that_matter_are_read_and_the_rest_ranks_below() -> None:
     keys = random_keys(2, 1, chunks, 4, 24)
     query = jax.random.normal(jax.random.key(1), (1, 1, 24))
     keys = keys.at[0, 2 * SPAN + 3, 1].add(9 * query[0, 0])  # one key that stands out
-    form = TwoLevelForm(MomentsForm(bits=8), one_in=4)
-    index = index_of(form, [(keys, chunks)], chunks)
-    scores = np.asarray(score(form, index, query, jnp.array([chunks]), "mean"))[0, 0]
-    assert scores.shape == (chunks,)
-    assert scores.argmax() == 2 * SPAN + 3
-    read = scores > UNSCANNED / 2
-    assert read.sum() in (2 * SPAN, 2 * SPAN - 5)
-    assert scores[~read].max() < scores[read].min()
+    fine = MomentsForm(bits=8)
+    form = TwoLevelForm(fine, one_in=4)
+    for size in (1.0, 1e9):  # far from the range of float32's whole numbers too
+        index = index_of(form, [(keys * size, chunks)], chunks)
+        plain = index_of(fine, [(keys * size, chunks)], chunks)
+        scores, whole = (
+            np.asarray(score(f, i, query, jnp.array([chunks]), "mean"))[0, 0]
+            for f, i in ((form, index), (fine, plain))
+        )
+        assert scores.shape == (chunks,)
+        assert scores.argmax() == 2 * SPAN + 3
+        read = np.isclose(scores, whole, rtol=1e-5)
+        assert read.sum() in (2 * SPAN, 2 * SPAN - 5)
+        assert scores[~read].max() < scores[read].min()
 
 
 @pytest.mark.parametrize("prompt", [0, 1, SPAN, 2 * SPAN + 7])
@@ -77,5 +83,7 @@ def test_what_cannot_be_is_refused() -> None:
         make_form("moments", scan_one_in=0)
     with pytest.raises(ValueError, match="scan_one_in must be 1 for index clusters, got 2"):
         make_form("clusters", scan_one_in=2)
-    with pytest.raises(ValueError, match="chunks of at least 2 tokens, got 1"):
+    with pytest.raises(
+        ValueError, match="scan_one_in = 2 needs a chunk_size of at least 2 tokens, got 1"
+    ):
         make_form("moments", chunk_size=1, scan_one_in=2)

@@ -57,7 +57,7 @@ class ClusterForm:
     tokens_per_cluster: int = 16
     chunk_size: int = 4
     segment_tokens: int = 8192
-    rounds: int = 10
+    rounds: int = 4
     append_rounds: int = 4
     dtype: str = "bfloat16"
 

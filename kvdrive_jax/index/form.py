@@ -109,7 +109,7 @@ def make_form(
     rotary_dim: int = 0,
     tokens_per_cluster: int = 16,
     segment_tokens: int = 8192,
-    kmeans_rounds: int = 10,
+    kmeans_rounds: int = 4,
     scan_one_in: int = 1,
 ) -> IndexForm:
     """The form that ``NAME`` or ``NAME:BITS`` names.

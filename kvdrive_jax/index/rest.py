@@ -164,7 +164,8 @@ class Retrieval:
         """Attention to the chunks that are not selected, estimated; None when nothing is.
 
         queries: [B, H, D]; selected: [B, K, P] int32 chunk ids, -1 for none; n_chunks: [B] int32.
-        Returns a partial with leading [B, H], finite for finite keys and values.
+        Returns a partial with leading [B, H], finite for finite keys and values; means are of keys
+        and values cut to `MAGNITUDE_LIMIT`.
         """
         if self.estimate == "none":
             return None

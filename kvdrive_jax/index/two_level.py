@@ -24,9 +24,6 @@ from kvdrive_jax.pallas.selection import select_chunks
 SPAN = 16
 """Chunks per span."""
 
-UNSCANNED = -1e4
-"""Added to the score of what was not scanned."""
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -55,7 +52,9 @@ class TwoLevelForm:
         if self.one_in < 1:
             raise ValueError(f"one_in must be at least 1, got {self.one_in}")
         if self.fine.chunk_size == 1:
-            raise ValueError("two-level scanning needs chunks of at least 2 tokens, got 1")
+            raise ValueError(
+                f"scan_one_in = {self.one_in} needs a chunk_size of at least 2 tokens, got 1"
+            )
 
     @property
     def name(self) -> str:
@@ -183,7 +182,12 @@ class TwoLevelForm:
         ids = (best[..., None] * SPAN + jnp.arange(SPAN)).reshape(batch, kv_heads, -1)
         present = (ids < n_chunks[:, None, None]) & (ids >= 0)
         ranked = combine_group(jnp.where(present[:, :, None], logits, 0.0), present, rule)
-        rest = jnp.repeat(jnp.where(real, by_span, 0.0), SPAN, axis=-1) + UNSCANNED
+        # Moved so far down that the best of the rest is below the worst that was scanned.
+        worst = jnp.where(present, ranked, jnp.inf).min(axis=-1, keepdims=True)
+        worst = jnp.where(jnp.isfinite(worst), worst, 0.0)
+        above = by_span.max(axis=-1, keepdims=True) - worst
+        lower = jnp.maximum(above, 0.0) + jnp.maximum(1.0, 1e-5 * jnp.abs(worst))
+        rest = jnp.repeat(jnp.where(real, by_span - lower, 0.0), SPAN, axis=-1)
         chunk = jnp.arange(total, dtype=jnp.int32)
         rest = jnp.where(chunk < n_chunks[:, None, None], rest, -jnp.inf)
         rows = jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads, 1) * total
