@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdrive_jax.index import kmeans as index_kmeans
 from kvdrive_jax.index.chunks import representatives
 from kvdrive_jax.pallas.kmeans import KmeansTuning, assign, chunk_means, totals
 from tests.tolerances import TOLERANCE
@@ -31,7 +30,6 @@ def compiled(clusters: int):
             "nearest xla": assign(vectors, directions, in_use, implementation="xla"),
             "totals": totals(vectors, ids, clusters, tuning=SMALL, **KERNEL),
             "totals xla": totals(vectors, ids, clusters, implementation="xla"),
-            "totals of the index": index_kmeans._totals(vectors, ids, clusters),
         }
 
     return jax.jit(run)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdrive_jax.index.selection import select
 from kvdrive_jax.pallas.selection import (
     SelectionTuning,
     reference,
@@ -32,14 +31,16 @@ def compiled(chunks: int, count: int, segment: int):
     tuning = SelectionTuning(segment=segment, chunk_width=32)
 
     def run(scores, n_chunks, cluster_scores, sizes, members):
+        half = jnp.full(scores.shape[:2], count // 2, jnp.int32)
         clusters = (cluster_scores, sizes, members, n_chunks, count)
-        per_chunk = jnp.take_along_axis(cluster_scores, members, axis=-1)
         return {
-            "expected": select(scores, n_chunks, count),
             "xla": select_chunks(scores, n_chunks, count, implementation="xla"),
             "bisection": reference.top_chunks_by_bisection(scores, n_chunks, count),
             "triton": select_chunks(scores, n_chunks, count, tuning=tuning, **KERNEL),
-            "expected clusters": select(per_chunk, n_chunks, count),
+            "triton limited": select_chunks(
+                scores, n_chunks, count, limit=half, tuning=tuning, **KERNEL
+            ),
+            "xla limited": select_chunks(scores, n_chunks, count, limit=half, implementation="xla"),
             "xla clusters": select_clusters(*clusters, implementation="xla"),
             "triton clusters": select_clusters(*clusters, tuning=tuning, **KERNEL),
         }
@@ -58,6 +59,15 @@ def row(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarr
         "near": 1 + rng.integers(0, 3, shape) * 2.0**-23,
     }[kind]
     return made.astype(np.float32)
+
+
+def best(scores: np.ndarray, n_chunks: np.ndarray, count: int) -> np.ndarray:
+    """The best chunks by a stable sort, -1 after them."""
+    out = np.full((*scores.shape[:2], count), -1, np.int32)
+    for session, n in enumerate(n_chunks):
+        order = np.argsort(-scores[session, :, :n], axis=-1, kind="stable")[:, :count]
+        out[session, :, : order.shape[1]] = order
+    return out
 
 
 @pytest.mark.parametrize(("chunks", "count", "segment"), CASES)
@@ -82,11 +92,14 @@ def test_exact_set(chunks, count, segment):
         found = compiled(chunks, count, segment)(
             scores, n_chunks, cluster_scores.astype(np.float32), sizes, members
         )
-        found = {name: np.asarray(ids) for name, ids in found.items()}
-        for name, ids in found.items():
-            expected = found["expected clusters" if "clusters" in name else "expected"]
+        per_chunk = np.take_along_axis(cluster_scores, members, axis=-1)
+        for name, got in found.items():
+            ids = np.asarray(got)
+            expected = best(per_chunk if "clusters" in name else scores, n_chunks, count)
+            if name.endswith("limited"):
+                expected[..., count // 2 :] = -1
             np.testing.assert_array_equal(np.sort(ids), np.sort(expected), err_msg=name)
-            if name in ("bisection", "triton", "triton clusters"):
+            if name == "bisection" or name.startswith("triton"):
                 last = np.where(ids < 0, chunks, ids)
                 assert (np.diff(last) >= (ids[..., 1:] >= 0)).all(), f"{name} is not ascending"
 

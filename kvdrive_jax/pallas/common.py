@@ -82,12 +82,14 @@ def triton_call(
     )
 
 
-def places(start: int, size: int) -> Any:
-    """`size` places of a ref from a static `start` on, that may reach past its end under a mask.
+def places(start: int | jax.Array, size: int) -> Any:
+    """`size` places of a ref from `start` on, that may reach past its end under a mask.
 
     jax 0.12 refuses such a slice when its start is a number; what is traced it leaves to the mask.
     """
-    return pl.ds(pl.program_id(0) * 0 + start, size)
+    if isinstance(start, int):
+        start = jnp.full((), start, jnp.int32)  # traced inside a kernel
+    return pl.ds(start, size)
 
 
 def tile(size: int, smallest: int = 1) -> int:

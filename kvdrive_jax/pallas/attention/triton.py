@@ -59,8 +59,14 @@ def decode_tuning(rows: int, tokens: int, head_dim: int, itemsize: int) -> Decod
     block = max(DOT, min(fit, 128, tile(tokens)))
     # Long programs are cut shorter, so that the last ones do not run on a GPU left empty.
     splits = max(1, PROGRAMS // max(rows, 1), pl.cdiv(tokens, block * TILES))
-    # float32 products run on plain cores, out of registers, and spill from four warps.
-    return DecodeTuning(block=block, splits=splits, num_warps=8 if itemsize == 4 else 4)
+    # float32 products run on plain cores, out of registers, and spill from four warps; so does a
+    # second tile in flight where even the smallest is large.
+    return DecodeTuning(
+        block=block,
+        splits=splits,
+        num_warps=8 if itemsize == 4 else 4,
+        num_stages=2 if fit > DOT else 1,
+    )
 
 
 class Pages(NamedTuple):

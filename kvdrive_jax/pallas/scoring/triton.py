@@ -300,7 +300,8 @@ def _sums(
             unit = layout.unpack(words, step, exact=square or layout.bits == 8)
             pieces = _parts_of(unit * unit, 2 if layout.bits == 8 else 1) if square else [unit]
         else:
-            channels, real = places(step * layout.rows, layout.rows), layout.channel(step)[1]
+            real = layout.channel(step)[1]
+            channels = places(step * layout.rows, layout.rows)
             if plan.vectors:
                 contract = (1,)
                 mask = valid[:, None] & real[None]

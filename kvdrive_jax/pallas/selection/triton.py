@@ -242,9 +242,9 @@ def _clusters_body(
 
     def read(i: Any) -> tuple[jax.Array, jax.Array]:
         """Keys and sizes of one tile of clusters."""
-        start = pl.program_id(0) * 0 + i * plan.width
+        start = i * plan.width
         inside = start + jnp.arange(plan.width, dtype=jnp.int32) < plan.clusters
-        span = pl.ds(start, plan.width)
+        span = places(start, plan.width)
         sizes = plt.load(sizes_ref.at[span], mask=inside, other=0)
         keys = ordered(plt.load(scores_ref.at[span], mask=inside, other=0.0))
         return jnp.where(sizes > 0, keys, LOWEST), sizes
