@@ -21,16 +21,20 @@ def draw(report: dict[str, Any], folder: Path) -> None:
         if form["rule"] != "softmax-sum":
             continue
         family = name.partition(":")[0].partition(" of")[0]
-        if ", chunks of 8" in name:
-            family = "moments, chunks of 8"
+        # What a name says after its comma is a family of its own.
+        _, comma, variant = name.partition(", ")
+        if comma:
+            family = f"{family}, {'two levels' if variant.endswith('scanned') else variant}"
         recall = report["mean"][name]["recall"][shown]
-        families.setdefault(family, []).append((form["bytes_per_token"], recall, name))
+        tokens = next(iter(report["texts"].values()))["prompt_tokens"]
+        read = form["bytes_scanned_per_step"] / tokens
+        families.setdefault(family, []).append((read, recall, name))
     for family, points in families.items():
         points.sort()
         axes.plot([p[0] for p in points], [p[1] for p in points], "o-", label=family)
     axes.axhline(report["mean"]["oracle"]["recall"][shown], color="grey", ls=":", label="oracle")
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("bytes of index per token and kv head")
+    axes.set_xlabel("bytes of index read per step, token and kv head")
     axes.set_ylabel(f"recall with {budgets[shown]} tokens")
     axes.legend(fontsize=8)
     figure.tight_layout()
