@@ -1,7 +1,7 @@
 # make generate   create .venv if need be, then answer a question about a long prompt
 # make test       create .venv if need be, then run the tests
 # make check      the tests, then lint, format and types
-# make gpu-compile  compile every kernel and stage for six GPUs, on a machine without one
+# make gpu-compile  compile every kernel for six GPUs, every stage for three, without having one
 # make gpu-table  the same, and write benchmarks/results/gpu_compile.txt
 #
 # VENV=dir        use another environment      PYTHON=python3.12   build it with another Python

@@ -22,8 +22,8 @@ from kvdrive_jax.index.kmeans import totals
 from kvdrive_jax.index.moments import MomentsForm
 from kvdrive_jax.index.planes import PlaneIndex
 from kvdrive_jax.index.quantise import Plane, PlaneSpec
-from kvdrive_jax.pallas.attention.reference import Partial
-from kvdrive_jax.pallas.scoring.products import group_queries
+from kvdrive_jax.pallas.attention import Partial, attend_weighted, why_not_decode
+from kvdrive_jax.pallas.scoring.products import MAGNITUDE_LIMIT, group_queries
 from kvdrive_jax.pallas.scoring.reference import vector_logits
 
 MEAN_BITS = 4
@@ -205,6 +205,11 @@ def _cluster_rest(
     )
     taken = _scatter_add(jnp.zeros_like(clusters.sizes), groups, (selected >= 0).astype(jnp.int32))
     counts = ((clusters.sizes - taken) * chunk).astype(jnp.float32)
+    group = queries.shape[1] // values.shape[1]
+    if why_not_decode(queries.dtype, queries.shape[2], group) is None:
+        # XLA would pad a copy of all values, in every step, for the same.
+        bounded = jnp.clip(queries, -MAGNITUDE_LIMIT, MAGNITUDE_LIMIT)
+        return attend_weighted(bounded, clusters.centroids, values, counts)
     logits = vector_logits(queries, clusters.centroids)
 
     def weighted_sum(weights: jax.Array) -> jax.Array:

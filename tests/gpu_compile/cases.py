@@ -1,7 +1,7 @@
 """What is compiled, for which targets and shapes, and what it may use.
 
-A stage or a kernel is one line in `STAGES` or `KERNELS`. Every line is compiled for all six
-targets at one shape, and for one target at the other shapes of `shapes_of`.
+A stage or a kernel is one line in `STAGES` or `KERNELS`: compiled at one shape for some targets,
+a kernel for all six, and for one target at other shapes where those matter.
 """
 
 from __future__ import annotations
@@ -9,21 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-from tests.gpu_compile.shapes import CONTEXTS, MODELS, ODD, Shape
+from tests.gpu_compile.shapes import Shape
 from tests.gpu_compile.targets import TARGETS
 
 BASE = ("llama-3-8b", "128K", 8)
 BASE_TARGET = "h200"
-SOME = (
-    ("llama-3-8b", "1M", 1),
-    ("qwen3-8b", "128K", 1),
+ONE = (BASE_TARGET,)
+ONE_EACH = ("a100", "rtx4090", "h200")
+"""A target of each compute capability."""
+
+OTHERS = (
+    ("qwen3-8b", "1M", 1),
     ("qwen3-14b", "32K", 8),
     ("phi-4-mini", "1M", 8),
 )
+"""With the base shape, every model, context and batch."""
+
+ODD_TARGET = "a100"
+ODDEST = ("g7-d80-f16-c1", "g1-d256-f32-c8")
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,10 @@ class Case:
         launches: the most kernels and library calls, those in a loop once; None: any number.
         sorts: how many sorts may be in it.
         pallas: how many different Pallas kernels must be in it, at least.
-        index, estimate: of the shape.
-        everywhere: compiled for all six targets, else for one of each compute capability.
-        shapes: ``one``, the base shape only; ``some`` others, in which every model, context and
-            batch occurs; ``all``; or ``odd``, all and the odd ones too.
+        index, estimate, scan_one_in: of the shape.
+        targets: what the base shape is compiled for.
+        others: whether the shapes of `OTHERS` are, too, for one target.
+        odd: which shapes of `ODD` are, too, for the oldest target, which has the fewest ways out.
     """
 
     name: str
@@ -63,8 +70,28 @@ class Case:
     pallas: int = 0
     index: str = "clusters"
     estimate: str = "none"
-    everywhere: bool = True
-    shapes: Literal["one", "some", "all", "odd"] = "all"
+    scan_one_in: int = 1
+    targets: tuple[str, ...] = TARGETS
+    others: bool = False
+    odd: tuple[str, ...] = ()
+
+    def shape(self, model: str, context: str, batch: int) -> Shape:
+        """With the options of this case."""
+        return Shape(model, context, batch, self.index, self.estimate, self.scan_one_in)
+
+
+def runs_of(case: Case, *, one_shape: bool = False) -> Iterator[tuple[str, Shape]]:
+    """Targets and shapes that a case is compiled for; with `one_shape`, only `BASE_TARGET` and
+    `BASE`."""
+    if one_shape:
+        yield BASE_TARGET, case.shape(*BASE)
+        return
+    for target in case.targets:
+        yield target, case.shape(*BASE)
+    for shape in OTHERS if case.others else ():
+        yield BASE_TARGET, case.shape(*shape)
+    for model in case.odd:
+        yield ODD_TARGET, case.shape(model, "odd", 3)
 
 
 def selected_bytes(shape: Shape) -> int:
@@ -83,6 +110,13 @@ def logits_bytes(shape: Shape) -> int:
     index = shape.layer_index.ranking
     groups = index.sizes.shape[-1] if hasattr(index, "sizes") else shape.plan.shape.chunk_capacity
     return shape.batch * shape.config.num_heads * groups * 4
+
+
+def cache_bytes(shape: Shape) -> int:
+    """Keys (or values) of one layer of full attention."""
+    config = shape.config
+    row = config.head_dim * shape.dtype.itemsize
+    return shape.batch * config.num_kv_heads * shape.plan.shape.cache_tokens * row
 
 
 def prompt_bytes(shape: Shape) -> int:
@@ -118,25 +152,3 @@ def block_bytes(shape: Shape) -> int:
 
 def _chunk_bytes(shape: Shape) -> int:
     return shape.spec.chunk_size * shape.config.head_dim * 2
-
-
-def runs_of(case: Case, *, one_shape: bool = False) -> Iterator[tuple[str, Shape]]:
-    """Targets and shapes that a case is compiled for: all targets at the base shape; then one
-    target at others, in which every pair of model and context, of model and batch, and of context
-    and batch occurs; then odd shapes for the oldest target, which has the fewest ways out.
-    With `one_shape`, only the first of these.
-    """
-    for target in TARGETS if case.everywhere else ("a100", "rtx4090", "h200"):
-        yield target, Shape(*BASE, case.index, case.estimate)
-    if one_shape or case.shapes == "one":
-        return
-    covering = [
-        (model, context, 1 if (i + j) % 2 else 8)
-        for i, model in enumerate(MODELS)
-        for j, context in enumerate(CONTEXTS)
-    ]
-    for shape in SOME if case.shapes == "some" else covering:
-        yield BASE_TARGET, Shape(*shape, case.index, case.estimate)
-    if case.shapes == "odd":
-        for model in ODD:
-            yield "a100", Shape(model, "odd", 3, case.index, case.estimate)

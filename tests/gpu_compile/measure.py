@@ -32,8 +32,11 @@ _SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 # jax 0.10.2 writes PTX unasked, and with this option also symbolises stack traces for seconds.
 _DUMP_PTX = {"xla_dump_emitter_re": "ptx"} if jax.__version_info__ >= (0, 11) else {}
-# Thunks that only hold others, or tell the host something.
-_STRUCTURE = ("kSequential", "kCommandBuffer", "kWhile", "kConditional", "kWaitForStreams")
+# Thunks that only hold others, or order them.
+_STRUCTURE = (
+    "kSequential", "kCommandBuffer", "kWhile", "kConditional", "kWaitForStreams",
+    "kAsyncStart", "kAsyncDone",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,15 +111,16 @@ def ptxas() -> str | None:
     return shutil.which("ptxas")
 
 
-def usage_of(ptx: Path) -> dict[str, Usage]:
-    """Usage of every kernel in a PTX file, by name; nothing without ptxas."""
+@functools.cache
+def usage_of(ptx: str) -> dict[str, Usage]:
+    """Usage of every kernel in PTX, by name; nothing without ptxas."""
     tool = ptxas()
-    text = ptx.read_text()
-    architecture = re.search(r"^\.target (\w+)", text, re.MULTILINE)
-    if tool is None or architecture is None:
+    architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    if tool is None or architecture is None or ".entry" not in ptx:
         return {}
     done = subprocess.run(
-        [tool, "-v", f"-arch={architecture[1]}", str(ptx), "-o", "/dev/null"],
+        [tool, "-v", f"-arch={architecture[1]}", "-", "-o", "/dev/null"],
+        input=ptx,
         capture_output=True,
         text=True,
         check=True,
@@ -169,8 +173,9 @@ def measure(target: str, fn: Any, *args: Any, **kwargs: Any) -> Facts:
         usage: dict[str, Usage] = {}
         wide: list[str] = []
         for ptx in sorted(dump.glob("*.ptx")):
-            usage |= usage_of(ptx)
-            wide += float64_kernels(ptx.read_text())
+            text = ptx.read_text()
+            usage |= usage_of(text)
+            wide += float64_kernels(text)
         lines: list[str] = []
         for listing in sorted(dump.glob("*.thunk_sequence.txt")):
             lines += listing.read_text().splitlines()

@@ -147,7 +147,7 @@ def compile_case(
 
 def _signature(call: Call) -> tuple[Any, ...]:
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-    return tree, *((x.shape, x.dtype) if hasattr(x, "dtype") else x for x in leaves)
+    return tree, *((x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves)
 
 
 def save(records: list[Record], about: dict[str, Any], path: Path = RESULTS) -> None:

@@ -86,7 +86,7 @@ class Shape:
         model: a key of `MODELS` or of `ODD`.
         context: a key of `CONTEXTS`, or ``odd``.
         batch: B.
-        index, estimate: as the options of the same names.
+        index, estimate, scan_one_in: as the options of the same names.
     """
 
     model: str
@@ -94,6 +94,7 @@ class Shape:
     batch: int
     index: str = "clusters"
     estimate: str = "none"
+    scan_one_in: int = 1
 
     @property
     def label(self) -> str:
@@ -128,6 +129,7 @@ class Shape:
                 budget=BUDGET,
                 index=self.index,
                 estimate=self.estimate,
+                scan_one_in=self.scan_one_in,
                 chunk_size=ODD[self.model].chunk_size if self.model in ODD else 4,
             ),
             window=WindowConfig(multiple=2.0),
