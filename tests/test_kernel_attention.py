@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvdrive_jax import compat
 from kvdrive_jax.pallas import attention
 from kvdrive_jax.pallas.attention import MASKED, DecodeTuning, Partial, combine, reference
+from tests.lowering import cuda_text
 from tests.tolerances import TOLERANCE
 
 INTERPRET = jax.default_backend() == "cpu"
@@ -301,11 +302,9 @@ def test_what_it_lowers_to() -> None:
     near = shape((2, 2, 70, 80), jnp.bfloat16)
     window, slots = shape((2, 2, 9, 2, 4, 80), jnp.bfloat16), shape((2, 2, 5), jnp.int32)
     length = shape((2,), jnp.int32)
-    with compat.compiling_for("gpu"):
-        traced = jax.jit(attention.attend_step).trace(
-            q, own, own, near, near, length, window=window, slots=slots
-        )
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = cuda_text(
+        attention.attend_step, q, own, own, near, near, length, window=window, slots=slots
+    )
     assert text.count("stablehlo.custom_call") == 2
     assert "stablehlo.gather" not in text
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdrive_jax import compat
 from kvdrive_jax.pallas.page_gather import GatherTuning, gather_pages, why_not
+from tests.lowering import MESH, cuda_text
 
 INTERPRET = jax.default_backend() == "cpu"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -181,16 +181,10 @@ def test_refuses_what_does_not_fit():
 
 def test_lowers_for_cuda_with_the_source_left_in_host_memory():
     """No GPU is needed to see that the kernel is handed the host array itself."""
-    mesh = jax.sharding.AbstractMesh(
-        (1,),
-        ("x",),
-        axis_types=(jax.sharding.AxisType.Auto,),
-        abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, platform="cuda"),
-    )
 
     def shape(dims, dtype, kind="device"):
         spec = jax.sharding.PartitionSpec()
-        sharding = jax.sharding.NamedSharding(mesh, spec, memory_kind=kind)
+        sharding = jax.sharding.NamedSharding(MESH, spec, memory_kind=kind)
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
     def gather(window, source, missing, first):
@@ -202,9 +196,7 @@ def test_lowers_for_cuda_with_the_source_left_in_host_memory():
         shape((2, 2, 3, 5), jnp.int32),
         shape((2, 3), jnp.int32),
     )
-    with compat.compiling_for("cuda"), jax.sharding.use_abstract_mesh(mesh):
-        lowered = jax.jit(gather, donate_argnums=0).trace(*args).lower(lowering_platforms=("cuda",))
-    text = lowered.as_text()
+    text = cuda_text(gather, *args, donate_argnums=(0,))
     source = next(line for line in text.splitlines() if "func.func public @main" in line)
     assert source.count("pinned_host") == 1
     assert "annotate_device_placement" not in text.replace(source, "")

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdrive_jax import compat
 from kvdrive_jax.models.rope import inverse_frequencies
 from kvdrive_jax.pallas import prompt
 from kvdrive_jax.pallas.prompt import PromptTuning, prompt_implementation, reference
 from kvdrive_jax.pipeline import prefill
+from tests.lowering import cuda_text
 from tests.tiny import tiny_model
 from tests.tolerances import TOLERANCE
 
@@ -156,9 +156,7 @@ def test_it_lowers_without_anything_quadratic() -> None:
     """float32 at 128K: one launch in place of [Q, T] logits."""
     shape = jax.ShapeDtypeStruct
     q, k = shape((512, 8, 80), jnp.float32), shape((2, 131072, 80), jnp.float32)
-    with compat.compiling_for("gpu"):
-        traced = jax.jit(prompt.attend_block).trace(q, k, k, shape((), jnp.int32))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = cuda_text(prompt.attend_block, q, k, k, shape((), jnp.int32))
     assert text.count("stablehlo.custom_call") == 1
     assert "stablehlo.dot_general" not in text
 
