@@ -13,6 +13,7 @@ from jax import lax
 
 from kvdrive_jax.pallas.common import Implementation, choose, tile, why_not_triton
 from kvdrive_jax.pallas.scoring import reference, triton
+from kvdrive_jax.pallas.scoring.layout import Plan
 from kvdrive_jax.pallas.scoring.products import word_count
 from kvdrive_jax.pallas.scoring.reference import (
     Codes,
@@ -213,7 +214,7 @@ def _run(
     group = heads // kv_heads
     if tuning is None:
         tuning = ScoringTuning.default(group, parts, batch * kv_heads, chunks)
-    plan = triton.Plan(
+    plan = Plan(
         recipe=recipe,
         rule=rule,
         vectors=vectors,
