@@ -129,7 +129,7 @@ def _apart(name: str, part: Path, args: argparse.Namespace, seconds: float) -> s
 def _here(name: str, part: Path, args: argparse.Namespace, seconds: float) -> str:
     try:
         _run_part(name, part, argparse.Namespace(**{**vars(args), "seconds": seconds}))
-    except Exception:
+    except Exception:  # what a part cannot do is a line of the report, and the next part runs
         return traceback.format_exc()[-600:]
     return "ok"
 

@@ -8,7 +8,6 @@ may never differ, the tokens of staged and direct fetch and of any window, is co
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -173,10 +172,7 @@ def random_prompt(
 def _config(setup: Setup, way: Way) -> KVDriveConfig:
     tiers: dict[str, Any] = {}
     if way.fetch is not None:
-        if "fetch" in {field.name for field in dataclasses.fields(TierConfig)}:
-            tiers["fetch"] = way.fetch
-        elif way.fetch != "staged":
-            raise NotImplementedError(f"this version has no fetch {way.fetch}")
+        tiers["fetch"] = way.fetch
     return KVDriveConfig(
         method=way.method,  # type: ignore[arg-type]
         batch_size=1,

@@ -116,11 +116,6 @@ class ClusterForm:
         per_head = cluster_capacity * per_cluster + chunk_capacity * 4
         return batch * kv_heads * per_head + batch * 4
 
-    def build_nbytes(self, kv_heads: int, head_dim: int, chunk_capacity: int) -> int:
-        """Most device bytes that `build` holds beside its input and output: the representatives
-        twice, float32, and the products at hand."""
-        return 8 * kv_heads * chunk_capacity * head_dim + 2 * kmeans.GPU_TILE_BYTES
-
     def bytes_per_token(self, head_dim: int) -> float:
         """Bytes of index per token and kv head: centroid and size, and each chunk's cluster id."""
         per_cluster = head_dim * jnp.dtype(self.dtype).itemsize + 4

@@ -95,9 +95,3 @@ def places(start: int | jax.Array, size: int) -> Any:
 def tile(size: int, smallest: int = 1) -> int:
     """The smallest power of two that is at least `size` and `smallest`."""
     return max(smallest, 1 << max(0, size - 1).bit_length())
-
-
-def pad_last(array: jax.Array, size: int) -> jax.Array:
-    """`array` with its last axis padded to `size` with zeros; as it is where it fits."""
-    short = size - array.shape[-1]
-    return array if not short else jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, short)])

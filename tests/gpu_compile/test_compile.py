@@ -12,7 +12,7 @@ import pytest
 
 from tests.gpu_compile.cases import Case
 from tests.gpu_compile.records import broken, compile_case
-from tests.gpu_compile.registry import CASES, NOT_YET
+from tests.gpu_compile.registry import CASES
 from tests.gpu_compile.targets import why_not
 
 REASON = why_not()
@@ -21,13 +21,7 @@ CHOSEN = [case for case in CASES if not ONE_SHAPE or len(case.targets) > 1]
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
-def _parameter(case: Case) -> object:
-    reason = NOT_YET.get(case.name)
-    marks = pytest.mark.xfail(strict=True, reason=reason) if reason else ()
-    return pytest.param(case, id=case.name, marks=marks)
-
-
-@pytest.mark.parametrize("case", [_parameter(case) for case in CHOSEN])
+@pytest.mark.parametrize("case", CHOSEN, ids=[case.name for case in CHOSEN])
 def test_within_limits(case: Case) -> None:
     problems = []
     for shape, record in compile_case(case, one_shape=ONE_SHAPE):

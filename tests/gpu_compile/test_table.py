@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.gpu_compile.cases import runs_of
 from tests.gpu_compile.measure import float64_kernels, read_thunks
 from tests.gpu_compile.records import broken, load
-from tests.gpu_compile.registry import CASES, NOT_YET
+from tests.gpu_compile.registry import CASES
 
 THUNKS = """\
 000: kCommandBuffer [source | sink]
@@ -28,8 +28,7 @@ def test_table_has_every_case_within_limits() -> None:
                 problems.append(f"{key} is not in the table")
                 continue
             record = known.pop(key)
-            if case.name not in NOT_YET:
-                problems += broken(case, shape, record)
+            problems += broken(case, shape, record)
     problems += [f"{key} is in the table, but no case" for key in known]
     assert not problems, "\n".join([*problems, "`make gpu-table` writes it"])
 
@@ -37,7 +36,6 @@ def test_table_has_every_case_within_limits() -> None:
 def test_names_are_distinct() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
-    assert set(NOT_YET) <= set(names)
 
 
 def test_reads_what_xla_launches() -> None:

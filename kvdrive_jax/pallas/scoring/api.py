@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from kvdrive_jax.pallas.scoring.reference import (
     Codes,
     Recipe,
     Rule,
-    Spread,
     check_group_rule,
 )
 
@@ -46,19 +45,14 @@ class ScoringTuning:
         return cls(block=block, blocks=blocks, num_warps=4, num_stages=2)
 
 
-def why_not(
-    query_dtype: Any, index_dtype: Any, *, spread: Spread = "none", group: int = 1
-) -> str | None:
+def why_not(query_dtype: Any, index_dtype: Any, *, group: int = 1) -> str | None:
     """The reason the Triton kernel cannot score this case here, or None when it can.
 
     Args:
         query_dtype: of the queries.
         index_dtype: of the first vector's codes, uint32 for packed ones.
-        spread: as in `Recipe`.
         group: G.
     """
-    if spread not in get_args(Spread):
-        raise ValueError(f"spread must be one of {', '.join(get_args(Spread))}; got {spread!r}")
     if group > 16:
         return f"the scoring kernel takes up to 16 query heads per kv head, not {group}"
     packed = jnp.dtype(index_dtype) == jnp.uint32
@@ -120,7 +114,7 @@ def score_planes(
         _expect("weights", weights, (batch, kv_heads, group, spread_channels))
         lead = (batch, kv_heads, spread_channels, chunks)
         _check_codes("second", second, recipe.spread_bits, lead)
-    reason = why_not(queries.dtype, first.codes.dtype, spread=recipe.spread, group=group)
+    reason = why_not(queries.dtype, first.codes.dtype, group=group)
     if interpret and group <= 16:
         reason = None
     chosen = choose("index scoring", implementation, reason, interpret=interpret)
