@@ -61,6 +61,15 @@ class GenerateConfig:
     stats_json: str | None = _option(
         None, "write what was counted and timed (docs/stats.md)", metavar="FILE"
     )
+    record_trace: str | None = _option(
+        None,
+        "write what every step ranks, for `python -m kvdrive_jax.profile`",
+        metavar="FILE",
+    )
+    trace_depth: float | None = _option(
+        None,
+        "chunks a trace tells per step and head, as a multiple of the budget (default: all)",
+    )
     quiet: bool = _option(False, "no progress, no summary on stderr")
 
     def __post_init__(self) -> None:
@@ -69,7 +78,8 @@ class GenerateConfig:
             if name == "stop":
                 continue
             plain, optional = _without_none(hint)
-            fits = isinstance(value, plain) and (plain is bool or not isinstance(value, bool))
+            kinds = (int, float) if plain is float else plain
+            fits = isinstance(value, kinds) and (plain is bool or not isinstance(value, bool))
             if not fits and not (optional and value is None):
                 raise ValueError(f"{name} must be {_KINDS[plain]}, got {value!r}")
         if isinstance(self.stop, list):  # as TOML has it
@@ -87,13 +97,23 @@ class GenerateConfig:
             raise ValueError(f"give only one of {_flags(PROMPT_SOURCES)}, got {_flags(sources)}")
         if self.output_jsonl is not None and self.input_jsonl is None:
             raise ValueError("--output-jsonl needs --input-jsonl")
+        if self.trace_depth is not None:
+            if self.record_trace is None:
+                raise ValueError("--trace-depth needs --record-trace")
+            if not self.trace_depth >= 1:
+                raise ValueError(f"trace_depth must be at least 1 budget, got {self.trace_depth}")
 
 
 def _named(stop: Sequence[str]) -> list[tuple[str, str]]:
     return [("stop", text) for text in stop]
 
 
-_KINDS: dict[type, str] = {str: "a text", int: "an integer", bool: "true or false"}
+_KINDS: dict[type, str] = {
+    str: "a text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 @dataclass(frozen=True)
@@ -184,16 +204,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     for title, table, cls in _GROUPS:
-        group = parser.add_argument_group(title)
-        hints = typing.get_type_hints(cls)
-        for option in dataclasses.fields(cls):
-            if not dataclasses.is_dataclass(_without_none(hints[option.name])[0]):
-                _add_flag(group, table, option, hints[option.name])
+        add_flags(parser.add_argument_group(title), table, cls)
     return parser
 
 
+def add_flags(
+    group: argparse._ActionsContainer, table: str, cls: type, only: set[str] | None = None
+) -> None:
+    """A flag for every field of a dataclass, or for those named; ``dest`` is ``table.field``, and
+    absent where the flag was not given."""
+    hints = typing.get_type_hints(cls)
+    for option in dataclasses.fields(cls):
+        nested = dataclasses.is_dataclass(_without_none(hints[option.name])[0])
+        if not nested and (only is None or option.name in only):
+            _add_flag(group, table, option, hints[option.name])
+
+
 def _add_flag(
-    group: argparse._ArgumentGroup, table: str, option: dataclasses.Field[Any], hint: Any
+    group: argparse._ActionsContainer, table: str, option: dataclasses.Field[Any], hint: Any
 ) -> None:
     """One flag for one dataclass field."""
     metadata = option.metadata
@@ -205,6 +233,7 @@ def _add_flag(
     keywords: dict[str, Any] = {
         "dest": f"{table}.{option.name}" if table else option.name,
         "help": text.replace("%", "%%"),
+        "default": argparse.SUPPRESS,
     }
     plain, optional = _without_none(hint)
     if plain is bool:
@@ -282,7 +311,7 @@ def _flags(names: Sequence[str]) -> str:
 
 def check_outputs(generate: GenerateConfig) -> None:
     """ValueError for output files that cannot be written, before any work is done for them."""
-    for name in ("output_jsonl", "stats_json"):
+    for name in ("output_jsonl", "stats_json", "record_trace"):
         path = getattr(generate, name)
         if path is None:
             continue

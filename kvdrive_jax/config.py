@@ -19,6 +19,8 @@ GroupRule = Literal["softmax-sum", "softmax-max", "max", "mean"]
 Estimate = Literal["none", "chunks", "clusters"]
 MethodName = Literal["kvdrive", "full"]
 FetchName = Literal["auto", "staged", "direct"]
+EvictionName = Literal["smoothed", "lookahead", "lru", "lfu", "fifo", "last-step", "none"]
+Attend = Literal["selection", "resident"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_BUDGET_TOKENS = 2048
@@ -53,6 +55,18 @@ def parse_budget(text: str | int | float, name: str = "budget") -> int | float:
             f"{name} must be a whole number of tokens, or a ratio below 1, got {text!r}"
         )
     return value if 0 < value < 1 else int(value)
+
+
+def parse_window(text: str | int | float, name: str = "window") -> float | None:
+    """A multiple of the budget from text; ``auto`` is None."""
+    if text == "auto":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"{name} must be a multiple of the budget, or auto, got {text!r}"
+        ) from None
 
 
 def format_size(nbytes: int) -> str:
@@ -171,25 +185,73 @@ class RetrievalConfig:
         return int(self.budget)
 
 
+FIXED_WINDOWS = {"none": 0.0, "last-step": 1.0}
+"""Ways to evict that are a window of one size: nothing is kept, or the last step's selection."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WindowConfig:
     """The window in HBM. Raises ValueError from the constructor when a value is out of range."""
 
     multiple: float | None = _option(
         None,
-        "window size as a multiple of the budget, at least 1 (default: everything if it fits the "
-        "HBM budget, else the largest of 4, 3, 2, 1.5 and 1 that does)",
+        "window size as a multiple of the budget: 0 (keep nothing), at least 1, or auto: all "
+        "chunks if they fit the HBM budget, else what a profile of the model gives each layer and "
+        "head, else the largest that fits (default: auto)",
+        parse=parse_window,
         flag="window",
+    )
+    profile: str | None = _option(
+        None,
+        "sizes per layer and head from this file of `python -m kvdrive_jax.profile`, with --window "
+        "as their mean",
+        flag="window-profile",
+    )
+    eviction: EvictionName = _option(
+        "smoothed",
+        "what leaves a full window: the lowest score smoothed over steps (smoothed) or of this "
+        "step (lookahead), what was selected longest ago (lru), least often (lfu) or came first "
+        "(fifo); last-step is --window 1, none is --window 0",
+    )
+    attend: Attend = _option(
+        "selection",
+        "what is attended to: the selection, or everything in the window as well (answers then "
+        "depend on the window)",
     )
 
     def __post_init__(self) -> None:
-        if self.multiple is not None:
+        multiple = self.multiple
+        _require(
+            multiple is None
+            or (
+                isinstance(multiple, int | float)
+                and not isinstance(multiple, bool)
+                and (multiple == 0 or 1 <= multiple < math.inf)
+            ),
+            "window",
+            "0, a multiple of the budget of at least 1, or auto",
+            multiple,
+        )
+        for name, kind in (("eviction", EvictionName), ("attend", Attend)):
+            choices = get_args(kind)
+            _require(getattr(self, name) in choices, name, f"one of {choices}", getattr(self, name))
+        fixed = FIXED_WINDOWS.get(self.eviction)
+        if fixed is not None:
             _require(
-                isinstance(self.multiple, int | float) and 1 <= self.multiple < math.inf,
-                "window",
-                "a multiple of the budget of at least 1",
-                self.multiple,
+                multiple in (None, fixed), "window", f"{fixed:g} for {self.eviction}", multiple
             )
+            _require(
+                self.profile is None, "window_profile", f"None for {self.eviction}", self.profile
+            )
+        if self.profile is not None:
+            _require(
+                multiple is None or multiple >= 1, "window", "at least 1 with a profile", multiple
+            )
+
+    @property
+    def uniform(self) -> float | None:
+        """The multiple that every layer and head gets, or None when it is still to be found."""
+        return FIXED_WINDOWS.get(self.eviction, self.multiple)
 
 
 @dataclass(frozen=True, kw_only=True)

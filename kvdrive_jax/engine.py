@@ -19,6 +19,7 @@ from kvdrive_jax.methods.base import Tools
 from kvdrive_jax.models.model import Model
 from kvdrive_jax.models.tokenizer import Tokenizer
 from kvdrive_jax.models.weights import describe_pretrained, load_pretrained
+from kvdrive_jax.pipeline.recorder import TraceRecorder
 from kvdrive_jax.plan import Plan, check_config, check_length, plan_batch
 from kvdrive_jax.report import RunReport
 from kvdrive_jax.sampling import SamplingConfig
@@ -127,6 +128,7 @@ class Engine:
             prompt_tokens,
             max_new_tokens,
             budgets=self.budgets,
+            digest=model.digest,
         )
 
     def config_line(self) -> str:
@@ -135,7 +137,7 @@ class Engine:
         parts = [f"model {self.name}", f"method {config.method}", f"{self.model.dtype.name}"]
         if config.method != "full":
             budget = retrieval.budget if retrieval.budget is not None else "default"
-            window = config.window.multiple
+            window = config.window.uniform
             parts += [
                 f"budget {budget}",
                 f"chunk {retrieval.chunk_size}",
@@ -144,6 +146,7 @@ class Engine:
                 f"sink {retrieval.sink} local {retrieval.local}",
                 f"group {retrieval.group_rule}",
                 f"window {'auto' if window is None else f'x{window:g}'}",
+                f"eviction {config.window.eviction}",
             ]
         parts += [
             f"context {self.context_length}",
@@ -195,8 +198,11 @@ class Engine:
         ignore_eos: bool = False,
         chat: bool | None = None,
         system: str | None = None,
+        recorder: TraceRecorder | None = None,
     ) -> Generator[StreamEvent, None, None]:
         """Text as it is made, one event after another; the last of a session has its Generation.
+
+        recorder: gets what every step ranks, see ``kvdrive_jax.window.trace``.
 
         Everything that can be refused is refused here, before any work: ValueError for an empty
         prompt, a bad option, a prompt that is too long, or a plan that does not fit. Closing the
@@ -210,6 +216,7 @@ class Engine:
             sampling=sampling,
             stop=stop,
             ignore_eos=ignore_eos,
+            recorder=recorder,
         )
 
     def stream_ids(
@@ -220,12 +227,15 @@ class Engine:
         sampling: SamplingConfig | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        recorder: TraceRecorder | None = None,
     ) -> Generator[StreamEvent, None, None]:
         """``stream`` for prompts that are token ids already."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
+        if recorder is not None and self.config.method == "full":
+            raise NotImplementedError("a trace needs a selection: method full has none")
         stop = check_stop_strings(stop)
         for number, ids in enumerate(prompts):
             self._check_prompt(number, ids, max_new_tokens)
@@ -246,7 +256,7 @@ class Engine:
                 stop=stop,
             )
 
-        return self._run(groups, plans, start, sampling or SamplingConfig())
+        return self._run(groups, plans, start, sampling or SamplingConfig(), recorder)
 
     def _run(
         self,
@@ -254,6 +264,7 @@ class Engine:
         plans: list[Plan],
         start: Callable[[int], Session],
         sampling: SamplingConfig,
+        recorder: TraceRecorder | None,
     ) -> Generator[StreamEvent, None, None]:
         report = self._report = RunReport()
         tools = Tools(
@@ -262,6 +273,7 @@ class Engine:
             ledger=self._ledger,
             traffic=report.traffic,
             clock=report.clock,
+            recorder=recorder,
         )
         for group, plan in zip(groups, plans, strict=True):
             sessions = [start(number) for number in group]

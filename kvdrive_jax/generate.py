@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from kvdrive_jax.telemetry import Progress
 if TYPE_CHECKING:
     from kvdrive_jax.engine import Engine
     from kvdrive_jax.models.tokenizer import Tokenizer
+    from kvdrive_jax.pipeline.recorder import TraceRecorder
     from kvdrive_jax.plan import Plan
     from kvdrive_jax.session import Generation
 
@@ -80,6 +82,7 @@ class Run:
         self.failed = bool(self.bad)
         self.made_text = False
         self.signals = StopSignals()
+        self.recorder: TraceRecorder | None = None
 
     def say(self, line: str) -> None:
         """A line on stderr, unless --quiet."""
@@ -103,6 +106,7 @@ class Run:
                 self._plan().require()  # before the weights are loaded
             with self._engine() as engine:
                 self.say(engine.config_line())
+                self._start_recording()
                 try:
                     if self.generate.input_jsonl is None:
                         self._answer_one(engine, output)
@@ -110,6 +114,7 @@ class Run:
                         self._answer_all(engine, output)
                 finally:
                     self._write_stats(engine)
+                    self._write_trace()
                 self.say(summary(engine.stats()))
         if self.signals.requested:
             complain("stopped: what was made until then is kept")
@@ -143,6 +148,7 @@ class Run:
             "ignore_eos": generate.ignore_eos,
             "chat": generate.chat,
             "system": generate.system,
+            "recorder": self.recorder,
         }
 
     @contextlib.contextmanager
@@ -270,6 +276,25 @@ class Run:
             "error": error,
         }
         self._write(output, json.dumps(line, ensure_ascii=False) + "\n")
+
+    def _start_recording(self) -> None:
+        if self.generate.record_trace is not None:
+            from kvdrive_jax.pipeline.recorder import TraceRecorder
+
+            depth = self.generate.trace_depth
+            self.recorder = TraceRecorder(self.generate.model, math.inf if depth is None else depth)
+
+    def _write_trace(self) -> None:
+        """--record-trace: what was recorded until now."""
+        path = self.generate.record_trace
+        if path is None or self.recorder is None:
+            return
+        from kvdrive_jax.window.trace import write_traces
+
+        traces = self.recorder.take()
+        write_traces(traces, path)
+        size = format_size(os.path.getsize(path))
+        self.say(f"trace: {sum(trace.steps for trace in traces)} steps, {size} in {path}")
 
     def _write_stats(self, engine: Engine) -> None:
         """--stats-json, in one piece: the old file stays until the new one is complete."""

@@ -32,9 +32,11 @@ from kvdrive_jax.tiers.placement import (
     plan_sessions,
     staging_needs,
 )
-
-WINDOWS = (4.0, 3.0, 2.0, 1.5, 1.0)
-"""Window multiples tried, largest first, when none is given and not everything fits."""
+from kvdrive_jax.window.eviction import smooths
+from kvdrive_jax.window.history import history_bytes
+from kvdrive_jax.window.layout import WindowLayout
+from kvdrive_jax.window.profile import ProfileKey
+from kvdrive_jax.window.sizing import WindowShape, choose_layout
 
 WORKERS = 2
 
@@ -52,9 +54,10 @@ class Line:
 class Plan:
     """Capacities and bytes of one batch.
 
-    window_slots: S, slots per (session, layer, kv head); resident: every chunk has a slot, so
-    that nothing is fetched; window: the multiple of the budget; sessions: what each session takes
-    in DRAM and on SSD (empty for resident and full).
+    window: the mean multiple of the budget; window_slots: S, the most slots of a (session, layer,
+    kv head); layout: the sizes of all windows, None where every chunk has a slot, so that nothing
+    is fetched (resident); how: where the sizes come from; sessions: what each session takes in
+    DRAM and on SSD (empty for resident and full).
     """
 
     shape: BatchShape
@@ -63,6 +66,8 @@ class Plan:
     method: str
     window: float
     window_slots: int
+    layout: WindowLayout | None
+    how: str
     resident: bool
     sessions: tuple[SessionPlan, ...]
     cluster_capacity: int
@@ -110,7 +115,7 @@ class Plan:
     def table(self) -> str:
         """The plan for people: every account, the sums and the budgets, and whether it fits."""
         shape = self.shape
-        where = "everything in HBM" if self.resident else f"window x{self.window:g}"
+        where = "everything in HBM" if self.resident else f"window x{self.window:.3g} ({self.how})"
         head = [
             f"plan: {self.method}, {shape.batch} session(s) of {_spread(shape.prompt_tokens)} "
             f"prompt tokens + {shape.max_new_tokens} new",
@@ -118,7 +123,7 @@ class Plan:
         if self.method != "full":
             head.append(
                 f"selection {shape.selected} chunks per kv head and step, {where}, "
-                f"{self.window_slots} slots per (session, layer, kv head)"
+                f"at most {self.window_slots} slots per (session, layer, kv head)"
             )
         rows = []
         for tier in TIERS:
@@ -151,12 +156,13 @@ def plan_batch(
     max_new_tokens: int,
     *,
     budgets: Budgets | None = None,
+    digest: str = "",
 ) -> Plan:
     """The plan for one batch of prompts.
 
-    dtype: of weights and KV; parameters: stored parameters. Works without
-    weights. Raises ValueError for a budget above the context length, and as ``check_config`` does.
-    A plan that does not fit is returned, see ``Plan.require``.
+    dtype: of weights and KV; parameters: stored parameters; digest: of the model, to find its
+    profile by. Works without weights. Raises ValueError for a budget above the context length, and
+    as ``check_config`` does. A plan that does not fit is returned, see ``Plan.require``.
     """
     context = check_config(config, model, dtype)
     shape = batch_shape(config.retrieval, prompt_tokens, max_new_tokens, context)
@@ -193,12 +199,14 @@ def plan_batch(
             method=config.method,
             window=0.0,
             window_slots=0,
+            layout=None,
+            how="no window",
             resident=True,
             sessions=(),
             cluster_capacity=0,
             retrieval=None,
         )
-    return _plan_kvdrive(model, dtype, config, shape, budgets, base)
+    return _plan_kvdrive(model, dtype, config, shape, budgets, base, digest)
 
 
 def plan_for(
@@ -214,7 +222,13 @@ def plan_for(
     for number, tokens in enumerate(prompt_tokens):
         check_length(number, tokens, max_new_tokens, context)
     return plan_batch(
-        known.config, known.dtype, known.parameters, config, prompt_tokens, max_new_tokens
+        known.config,
+        known.dtype,
+        known.parameters,
+        config,
+        prompt_tokens,
+        max_new_tokens,
+        digest=known.digest,
     )
 
 
@@ -281,6 +295,7 @@ def _plan_kvdrive(
     shape: BatchShape,
     budgets: Budgets,
     base: list[Line],
+    digest: str,
 ) -> Plan:
     retrieval, tiers = config.retrieval, config.tiers
     retrieves = Retrieval(index_form(config, model), retrieval.estimate, layout_form(config))
@@ -307,29 +322,40 @@ def _plan_kvdrive(
         Line(tier="hbm", name="sink, local and recent", nbytes=near + flush),
     ]
 
-    def lines_for(slots: int) -> list[Line]:
-        resident = slots >= shape.chunk_capacity
-        directory = 0 if resident else pairs * (shape.chunk_capacity + slots) * 4
+    def lines_for(layout: WindowLayout | None) -> list[Line]:
+        rows, directory = pairs * shape.chunk_capacity, 0
+        if layout is not None:
+            rows = shape.batch * layout.rows
+            standing = shape.chunk_capacity if smooths(config.window.eviction) else 0
+            maps = 4 * (shape.chunk_capacity + layout.largest)
+            directory = pairs * (maps + history_bytes(layout.largest, standing))
         return [
             *base,
-            Line(tier="hbm", name="windows", nbytes=pairs * slots * geometry.page_bytes),
+            Line(tier="hbm", name="windows", nbytes=rows * geometry.page_bytes),
             Line(tier="hbm", name="directory", nbytes=directory),
-            Line(tier="hbm", name="fetched pages", nbytes=0 if resident else fetched),
+            Line(tier="hbm", name="fetched pages", nbytes=0 if layout is None else fetched),
         ]
 
-    def slots_for(multiple: float) -> int:
-        return min(shape.chunk_capacity, max(shape.selected, round(multiple * shape.selected)))
+    def hbm(layout: WindowLayout | None) -> int:
+        return sum(line.nbytes for line in lines_for(layout))
 
-    def hbm(slots: int) -> int:
-        return sum(line.nbytes for line in lines_for(slots))
-
-    if config.window.multiple is not None:
-        slots = slots_for(config.window.multiple)
-    else:
-        choices = [shape.chunk_capacity, *(slots_for(multiple) for multiple in WINDOWS)]
-        slots = next((n for n in choices if hbm(n) <= budgets.hbm), choices[-1])
-    resident = slots >= shape.chunk_capacity
-    lines = lines_for(slots)
+    sizes = WindowShape(
+        layers=model.num_layers,
+        kv_heads=model.num_kv_heads,
+        selected=shape.selected,
+        chunk_capacity=shape.chunk_capacity,
+    )
+    key = ProfileKey(
+        digest=digest,
+        chunk_size=retrieval.chunk_size,
+        budget=shape.selected * retrieval.chunk_size,
+        index=retrieval.index,
+        group_rule=retrieval.group_rule,
+        eviction=config.window.eviction,
+    )
+    layout, how = choose_layout(config.window, sizes, key, hbm, budgets.hbm)
+    resident = layout is None
+    lines = lines_for(layout)
     sessions: list[SessionPlan] = []
     if not resident:
         ring = STAGING_BUFFERS * fetched
@@ -345,8 +371,10 @@ def _plan_kvdrive(
         budgets=budgets,
         lines=tuple(lines),
         method=config.method,
-        window=slots / shape.selected,
-        window_slots=slots,
+        window=sizes.mean_multiple(layout),
+        window_slots=shape.chunk_capacity if layout is None else layout.largest,
+        layout=layout,
+        how=how,
         resident=resident,
         sessions=tuple(sessions),
         cluster_capacity=clusters,

@@ -100,12 +100,12 @@ class Traffic:
 class RowCounts:
     """Counters of one session's decode.
 
-    steps: decode steps; attended_tokens: tokens attended to, summed over steps (the same for every
-    head); selected_chunks, missed_chunks: summed over steps, layers and kv heads.
+    steps: decode steps; attended_tokens: tokens attended to, summed over steps (mean over layers
+    and kv heads); selected_chunks, missed_chunks: summed over steps, layers and kv heads.
     """
 
     steps: int = 0
-    attended_tokens: int = 0
+    attended_tokens: float = 0.0
     selected_chunks: int = 0
     missed_chunks: int = 0
 

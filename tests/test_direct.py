@@ -102,7 +102,7 @@ class Setup:
                 n = rng.integers(0, min(SELECTED, held) + 1)
                 at = rng.permutation(SELECTED)[:n]
                 out[0, row, head, at] = rng.permutation(held)[:n]
-                out[1, row, head, at] = rng.permutation(SLOTS)[:n]
+                out[1, row, head, at] = head * SLOTS + rng.permutation(SLOTS)[:n]
         return out
 
     def step(self, rng) -> int:
@@ -111,7 +111,7 @@ class Setup:
         for layer in range(LAYERS):
             missing = self.missing(rng)
             count += int((missing[0] >= 0).sum())
-            shape = (self.batch, KV_HEADS, SLOTS, *self.geometry.page_shape)
+            shape = (self.batch, KV_HEADS * SLOTS, *self.geometry.page_shape)
             base = rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
             counts = [RowCounts() for _ in self.sessions]
             staged, _ = self.staged.fetch(layer, self.sessions, missing, jnp.asarray(base), counts)
@@ -126,7 +126,7 @@ class Setup:
             for row, head, p in np.ndindex(*missing.shape[1:]):
                 chunk, slot = missing[:, row, head, p]
                 if chunk >= 0:
-                    base[row, head, slot] = self.pages[row][layer][head, chunk]
+                    base[row, slot] = self.pages[row][layer][head, chunk]
             np.testing.assert_array_equal(np.asarray(window).view(np.uint16), base.view(np.uint16))
         return count
 
@@ -146,7 +146,7 @@ def test_same_windows_as_staged_when_dram_holds_everything(tmp_path, rng):
     with setup(tmp_path, (11, 6), (None, None)) as made:
         made.offload(rng, 0, 8)
         made.offload(rng, 1, 6)
-        window = jnp.ones((2, KV_HEADS, SLOTS, *made.geometry.page_shape), jnp.bfloat16)
+        window = jnp.ones((2, KV_HEADS * SLOTS, *made.geometry.page_shape), jnp.bfloat16)
         window = made.direct.compile(committed(window), made.sessions, SELECTED)
         assert bool((window == 1).all())
         compiled = gather_stage._cache_size()
@@ -168,7 +168,7 @@ def test_what_is_on_ssd_comes_the_staged_way(tmp_path, rng):
     with setup(tmp_path, (12, 9), (0.5, None)) as made:
         made.offload(rng, 0, 9)
         made.offload(rng, 1, 9)
-        window = jnp.ones((2, KV_HEADS, SLOTS, *made.geometry.page_shape), jnp.bfloat16)
+        window = jnp.ones((2, KV_HEADS * SLOTS, *made.geometry.page_shape), jnp.bfloat16)
         made.direct.compile(committed(window), made.sessions, SELECTED)
         compiled = gather_stage._cache_size()
         total = made.step(rng)
@@ -194,14 +194,14 @@ def test_a_failed_session_is_reported_and_the_others_served(tmp_path, rng):
         made.sessions[0].failure = error = direct.PageError("gone", session="0")
         missing = made.missing(rng)
         missing[:, 0] = -1
-        window = jnp.zeros((2, KV_HEADS, SLOTS, *made.geometry.page_shape), jnp.bfloat16)
+        window = jnp.zeros((2, KV_HEADS * SLOTS, *made.geometry.page_shape), jnp.bfloat16)
         window, failure = made.direct.fetch(
             0, made.sessions, jnp.asarray(missing), window, made.counts
         )
         assert failure is error
         head, p = np.argwhere(missing[0, 1] >= 0)[0]
         chunk, slot = missing[:, 1, head, p]
-        np.testing.assert_array_equal(window[1, head, slot], made.pages[1][0][head, chunk])
+        np.testing.assert_array_equal(window[1, slot], made.pages[1][0][head, chunk])
         made.sessions[0].failure = None
 
 
@@ -234,7 +234,7 @@ def test_probe_reads_its_bytes_back():
 
 def test_probe_notices_changed_bytes(monkeypatch):
     def wrong(window, source, missing, first):
-        return window.at[0, 0, 0, 0, 0, 0].set(1.0)
+        return window.at[0, 0, 0, 0, 0].set(1.0)
 
     monkeypatch.setattr(direct, "gather_pages", wrong)
     assert "came back changed" in direct._probe(geometry(), memory_kind=KIND)

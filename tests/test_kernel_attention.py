@@ -116,18 +116,18 @@ def test_pages(shape: tuple[Any, ...], kind: str, chosen: str, seed: int) -> Non
     dtype, batch, kv_heads, group, dim, chunk, slots, selected = shape
     rng = np.random.default_rng(seed)
     q = numbers(kind, rng, (batch, kv_heads * group, dim), dtype)
-    window = numbers(kind, rng, (batch, kv_heads, slots, 2, chunk, dim), dtype)
-    # With repeats where more are selected than there are: a kernel does not care.
-    ids = rng.integers(0, slots, (batch, kv_heads, selected)).astype(np.int32)
+    pool = slots + kv_heads  # rows of all heads, in any order and with repeats: a kernel does
+    window = numbers(kind, rng, (batch, pool, 2, chunk, dim), dtype)  # not care
+    ids = rng.integers(0, pool, (batch, kv_heads, selected)).astype(np.int32)
     if chosen == "some":
         ids[rng.random(ids.shape) < 0.4] = -1
     elif chosen == "none":
         ids[0] = -1
     elif chosen == "last":
         ids[..., :-1] = -1
-    used = np.zeros((batch, kv_heads, slots), bool)
-    for b, h in np.ndindex(batch, kv_heads):
-        used[b, h, ids[b, h][ids[b, h] >= 0]] = True
+    used = np.zeros((batch, pool), bool)
+    for b in range(batch):
+        used[b, ids[b][ids[b] >= 0]] = True
     poisoned = window.copy()
     poisoned[~used] = np.nan
     window[~used] = 0
@@ -202,7 +202,7 @@ def test_a_whole_step(
     args = (q, k, v, near_k, near_v, length)
     more: dict[str, Any] = {}
     if "pages" in parts:
-        more["window"] = make((batch, kv_heads, slots, 2, chunk, dim))
+        more["window"] = make((batch, slots, 2, chunk, dim))
         more["slots"] = rng.integers(-1, slots, (batch, kv_heads, selected)).astype(np.int32)
     if "rest" in parts:
         more["rest"] = rows_reference(*wide(q, near_v, near_k), length)
@@ -221,7 +221,7 @@ def _wide_window(more: dict[str, Any]) -> dict[str, Any]:
 def test_the_step_is_its_pieces_combined(rng: np.random.Generator) -> None:
     q, (k, v) = rng.standard_normal((2, 4, 16)), rng.standard_normal((2, 2, 2, 16))
     near_k, near_v = rng.standard_normal((2, 2, 2, 5, 16))
-    window = rng.standard_normal((2, 2, 3, 2, 4, 16))
+    window = rng.standard_normal((2, 3, 2, 4, 16))
     slots, length = rng.integers(-1, 3, (2, 2, 2)).astype(np.int32), np.asarray([5, 3], np.int32)
 
     @jax.jit
@@ -248,7 +248,7 @@ def test_nothing_to_attend_to(rng: np.random.Generator) -> None:
     for how in (TRITON, {"implementation": "xla"}):
         for empty in (
             attention.attend_pages(
-                q, jnp.zeros((1, 1, 3, 2, 4, 64)), jnp.zeros((1, 1, 0), jnp.int32), **how
+                q, jnp.zeros((1, 3, 2, 4, 64)), jnp.zeros((1, 1, 0), jnp.int32), **how
             ),
             attention.attend_rows(q, none, none, length, **how),
             attention.attend_weighted(q, none, none, jnp.zeros((1, 1, 0)), **how),
@@ -263,11 +263,11 @@ def test_nothing_to_attend_to(rng: np.random.Generator) -> None:
 def test_where_pages_lie_changes_no_bit(rng: np.random.Generator) -> None:
     """Only selection decides the answer, not which slot holds what."""
     q = numbers("normal", rng, (1, 2, 80), "bfloat16")
-    window = numbers("normal", rng, (1, 2, 9, 2, 1, 80), "bfloat16")
+    window = numbers("normal", rng, (1, 9, 2, 1, 80), "bfloat16")
     ids = rng.integers(-1, 9, (1, 2, 33)).astype(np.int32)
     order = rng.permutation(9).astype(np.int32)
     moved = np.empty_like(window)
-    moved[:, :, order] = window
+    moved[:, order] = window
     elsewhere = np.where(ids >= 0, order[ids], -1)
     for a, b in zip(pages_kernel(q, window, ids), pages_kernel(q, moved, elsewhere), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -300,7 +300,7 @@ def test_what_it_lowers_to() -> None:
     shape = jax.ShapeDtypeStruct
     q, own = shape((2, 8, 80), jnp.bfloat16), shape((2, 2, 80), jnp.bfloat16)
     near = shape((2, 2, 70, 80), jnp.bfloat16)
-    window, slots = shape((2, 2, 9, 2, 4, 80), jnp.bfloat16), shape((2, 2, 5), jnp.int32)
+    window, slots = shape((2, 9, 2, 4, 80), jnp.bfloat16), shape((2, 2, 5), jnp.int32)
     length = shape((2,), jnp.int32)
     text = cuda_text(
         attention.attend_step, q, own, own, near, near, length, window=window, slots=slots
@@ -328,7 +328,7 @@ def test_why_not() -> None:
 
 def test_shapes_that_do_not_fit() -> None:
     q, k, length = jnp.zeros((1, 4, 64)), jnp.zeros((1, 2, 8, 64)), jnp.zeros(1, jnp.int32)
-    window, slots = jnp.zeros((1, 2, 3, 2, 4, 64)), jnp.zeros((1, 2, 2), jnp.int32)
+    window, slots = jnp.zeros((1, 3, 2, 4, 64)), jnp.zeros((1, 2, 2), jnp.int32)
     own = jnp.zeros((1, 2, 64))
     with pytest.raises(ValueError, match=r"q must be \[1, G \* 2, 64\], got \(1, 3, 64\)"):
         attention.attend_rows(q[:, :3], k, k, length)
@@ -339,9 +339,11 @@ def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="counts must be"):
         attention.attend_weighted(q, k, k, jnp.zeros((1, 2, 7)))
     with pytest.raises(ValueError, match="window must be"):
-        attention.attend_pages(q, window[:, :, :, 0], slots)
+        attention.attend_pages(q, window[:, :, 0], slots)
     with pytest.raises(ValueError, match=r"slots must be .* int32"):
         attention.attend_pages(q, window, slots.astype(jnp.float32))
+    with pytest.raises(ValueError, match="slots must be of 2 kv heads"):
+        attention.attend_step(q, own, own, k, k, length, window=window, slots=slots[:, :1])
     with pytest.raises(ValueError, match="go together"):
         attention.attend_step(q, own, own, k, k, length, window=window)
     with pytest.raises(ValueError, match=r"k and v must be \(1, 2, 64\)"):

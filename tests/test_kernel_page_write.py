@@ -26,7 +26,7 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def check(window_shape, dtype, target, tuning=None, seed=0) -> None:
-    page_shape = window_shape[3:]
+    page_shape = window_shape[2:]
     rng = np.random.default_rng(seed)
     pages = jnp.asarray(rng.standard_normal((len(target), *page_shape)), dtype)
     pages = pages.at[0, 0, 0, 0].set(-0.0) if pages.size else pages
@@ -48,8 +48,7 @@ def check(window_shape, dtype, target, tuning=None, seed=0) -> None:
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     batch=st.integers(1, 3),
-    kv_heads=st.integers(1, 3),
-    slots=st.integers(1, 5),
+    rows=st.integers(1, 15),
     chunk_size=st.sampled_from((1, 2, 3, 4, 8)),
     head_dim=st.sampled_from((16, 64, 80, 96, 128, 256)),
     dtype=st.sampled_from(DTYPES),
@@ -57,11 +56,9 @@ def check(window_shape, dtype, target, tuning=None, seed=0) -> None:
     per_program=st.sampled_from((1, 2, 3)),
     seed=st.integers(0, 99),
 )
-def test_equals_specification(
-    batch, kv_heads, slots, chunk_size, head_dim, dtype, count, per_program, seed
-):
-    shape = (batch, kv_heads, slots, 2, chunk_size, head_dim)
-    total = batch * kv_heads * slots
+def test_equals_specification(batch, rows, chunk_size, head_dim, dtype, count, per_program, seed):
+    shape = (batch, rows, 2, chunk_size, head_dim)
+    total = batch * rows
     rng = np.random.default_rng(seed)
     target = np.full(count, total, np.int32)
     used = rng.permutation(total)[: rng.integers(0, min(count, total) + 1)]
@@ -72,36 +69,36 @@ def test_equals_specification(
 
 
 def test_negative_targets_write_nothing_and_spare_slot_0():
-    check((1, 1, 3, 2, 2, 16), "float32", np.array([-1, 2, -7, -(2**31)], np.int32))
+    check((1, 3, 2, 2, 16), "float32", np.array([-1, 2, -7, -(2**31)], np.int32))
 
 
 def test_every_slot_written_leaves_no_poison():
     target = np.random.default_rng(1).permutation(2 * 2 * 3).astype(np.int32)
-    check((2, 2, 3, 2, 4, 80), "bfloat16", target)
+    check((2, 6, 2, 4, 80), "bfloat16", target)
 
 
 def test_no_pages():
-    window = poisoned((1, 2, 3, 2, 1, 16), "float32")
+    window = poisoned((1, 6, 2, 1, 16), "float32")
     out = write_pages(window, jnp.zeros((0, 2, 1, 16)), jnp.zeros(0, jnp.int32))
     assert out is window
 
 
 def test_none_takes_what_runs_here():
-    window, page = jnp.zeros((1, 1, 2, 2, 1, 16)), jnp.ones((1, 2, 1, 16))
+    window, page = jnp.zeros((1, 2, 2, 1, 16)), jnp.ones((1, 2, 1, 16))
     out = write_pages(window, page, jnp.array([1], jnp.int32))
-    np.testing.assert_array_equal(out[0, 0], np.stack([np.zeros((2, 1, 16)), np.ones((2, 1, 16))]))
+    np.testing.assert_array_equal(out[0], np.stack([np.zeros((2, 1, 16)), np.ones((2, 1, 16))]))
 
 
 @pytest.mark.skipif(not INTERPRET, reason="the kernel runs here")
 def test_named_kernel_says_why_not():
-    window, page = jnp.zeros((1, 1, 2, 2, 1, 16)), jnp.ones((1, 2, 1, 16))
+    window, page = jnp.zeros((1, 2, 2, 1, 16)), jnp.ones((1, 2, 1, 16))
     assert "GPU" in str(why_not(jnp.float32))
     with pytest.raises(NotImplementedError, match="page write: Triton kernels need an NVIDIA GPU"):
         write_pages(window, page, jnp.array([1], jnp.int32), implementation="triton")
 
 
 def test_refuses_what_does_not_fit():
-    window, page = jnp.zeros((1, 1, 2, 2, 1, 16)), jnp.ones((1, 2, 1, 16))
+    window, page = jnp.zeros((1, 2, 2, 1, 16)), jnp.ones((1, 2, 1, 16))
     at = jnp.array([1], jnp.int32)
     with pytest.raises(ValueError, match="pages"):
         write_pages(window, page[..., :8], at)

@@ -206,6 +206,6 @@ def test_bad_calls_are_refused() -> None:
         directories.empty_directory(1, 1, 8, 0, 0)
     with pytest.raises(ValueError, match=r"ids must be \[kv_heads, slots\] \(1, 2\)"):
         directories.insert_row(directory, 0, jnp.zeros((2, 2), jnp.int32))
-    with pytest.raises(ValueError, match="lookahead; got 'mru'"):
+    with pytest.raises(ValueError, match="fifo, last-step, none; got 'mru'"):
         eviction.policy("mru")
     assert eviction.policy("lookahead") is eviction.lookahead

@@ -30,9 +30,9 @@ def attention(q: Any, k: Any, v: Any, counts: Any) -> Array:
 def page_tokens(window: Any, slots: Any) -> tuple[Array, Array, Array]:
     """Keys and values [B, K, P c, D] of the pages in ``slots`` [B, K, P], and which are real."""
     window, slots = wide(window), np.asarray(slots)
-    batch, kv_heads, _, _, chunk, dim = window.shape
-    rows, heads = np.arange(batch)[:, None, None], np.arange(kv_heads)[None, :, None]
-    pages = window[rows, heads, np.maximum(slots, 0)]
+    batch, kv_heads, _ = slots.shape
+    chunk, dim = window.shape[-2:]
+    pages = window[np.arange(batch)[:, None, None], np.maximum(slots, 0)]
     keys = pages[:, :, :, 0].reshape(batch, kv_heads, -1, dim)
     values = pages[:, :, :, 1].reshape(batch, kv_heads, -1, dim)
     return keys, values, np.repeat(slots >= 0, chunk, axis=-1)

@@ -90,13 +90,14 @@ class Case:
 
 
 def distinct_slots(draw: Draw, sizes: Sizes, count: int) -> Any:
-    """[B, K, count] int32, slots of each window, none twice."""
-    return draw.order((sizes.batch, sizes.kv_heads, sizes.slots))[..., :count]
+    """[B, K, count] int32, rows of the pool in each window, none twice."""
+    slots = draw.order((sizes.batch, sizes.kv_heads, sizes.slots))[..., :count]
+    return slots + np.arange(sizes.kv_heads, dtype=np.int32)[:, None] * sizes.slots
 
 
 def window_of(draw: Draw, sizes: Sizes) -> Any:
-    """[B, K, S, 2, c, D] of random pages."""
-    shape = (sizes.batch, sizes.kv_heads, sizes.slots, *sizes.page)
+    """[B, K S, 2, c, D] of random pages."""
+    shape = (sizes.batch, sizes.kv_heads * sizes.slots, *sizes.page)
     return draw.normal(shape, sizes.dtype)
 
 
@@ -274,7 +275,7 @@ def page_gather(sizes: Sizes) -> Case:
         wanted = window.copy()
         for b, k, p in np.argwhere(missing[0] >= 0):
             row = first[b, k] + missing[0, b, k, p]
-            wanted[b, k, missing[1, b, k, p]] = source[row].reshape(sizes.page)
+            wanted[b, missing[1, b, k, p]] = source[row].reshape(sizes.page)
         return _same_bits(out, wanted)
 
     return Case(

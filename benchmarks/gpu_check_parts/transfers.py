@@ -97,7 +97,7 @@ def _gather(bench: Bench, row: Row, row_bytes: int) -> None:
     first = jnp.zeros((1, 1), jnp.int32)
 
     def fresh() -> jax.Array:
-        return jnp.zeros((1, 1, total, *page), jnp.bfloat16)
+        return jnp.zeros((1, total, *page), jnp.bfloat16)
 
     wanted = np.zeros((total, 1024), source.dtype)
     wanted[slots] = source[ids]

@@ -19,19 +19,22 @@ import numpy as np
 from kvdrive_jax.config import KVDriveConfig
 from kvdrive_jax.models.model import Model, ModelDef
 from kvdrive_jax.pipeline.prefill import PromptLayer
+from kvdrive_jax.pipeline.recorder import TraceRecorder
 from kvdrive_jax.plan import Plan
 from kvdrive_jax.telemetry import Ledger, RowCounts, StageClock, Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """What every method may use: the model, the configuration, and the accounts."""
+    """What every method may use: the model, the configuration, the accounts, and who records what
+    is selected (None: nobody)."""
 
     model: Model
     config: KVDriveConfig
     ledger: Ledger
     traffic: Traffic
     clock: StageClock
+    recorder: TraceRecorder | None = None
 
 
 @dataclass

@@ -34,6 +34,7 @@ from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.scheduler import sequential
 from kvdrive_jax.pipeline.stages import (
     Near,
+    Ranked,
     Selected,
     StageSpec,
     Step,
@@ -49,6 +50,8 @@ from kvdrive_jax.plan import WORKERS, Plan, layout_form
 from kvdrive_jax.tiers.pages import PageError, PageGeometry
 from kvdrive_jax.tiers.store import PageStore, SessionPages
 from kvdrive_jax.window.directory import Directory, empty_directory
+from kvdrive_jax.window.eviction import smooths
+from kvdrive_jax.window.trace import TraceInfo
 
 HBM_ACCOUNTS = ("index", "sink, local and recent", "windows", "directory", "fetched pages")
 
@@ -72,6 +75,7 @@ class KVDrive(BatchMethod):
         super().__init__(tools, plan, rows)
         assert plan.retrieval is not None
         model, shape, retrieval = tools.model, plan.shape, tools.config.retrieval
+        self._recorder = tools.recorder
         self._spec = StageSpec(
             model_def=model.static,
             retrieval=plan.retrieval,
@@ -79,6 +83,9 @@ class KVDrive(BatchMethod):
             selected=shape.selected,
             sink=retrieval.sink,
             chunk_size=retrieval.chunk_size,
+            eviction=tools.config.window.eviction,
+            attend=tools.config.window.attend,
+            ranked=0 if tools.recorder is None else tools.recorder.depth(shape),
         )
         on_ssd = not plan.resident and tools.config.tiers.ssd_dir is not None
         self._layout = layout_form(tools.config) if on_ssd else None
@@ -89,11 +96,15 @@ class KVDrive(BatchMethod):
         self._pending: list[tuple[int, int, PromptParts]] = []
         self._reserved: list[str] = []
         self._near: list[Near] = []
+        # One pool for all layers, or where every chunk has a slot one window for each.
         self._window: list[jax.Array] = []
         self._index: list[LayerIndex] = []
         self._directory: list[Directory] = []
         self._step: Step | None = None
         self._tokens: list[Token] = []
+        self._ranked: list[Ranked | None] = []
+        if self._recorder is not None:
+            self._recorder.begin([self._trace_info(row) for row in range(shape.batch)])
         try:
             for name in HBM_ACCOUNTS:
                 tools.ledger.reserve("hbm", name, plan.bytes_of("hbm", name))
@@ -107,29 +118,56 @@ class KVDrive(BatchMethod):
 
     def _allocate(self) -> None:
         plan, shape = self.plan, self.plan.shape
-        model, retrieval = self.tools.model, self.tools.config.retrieval
-        config, dtype = model.config, model.dtype
+        config, dtype = self.tools.model.config, self.tools.model.dtype
         assert plan.retrieval is not None
         sizes = (shape.batch, config.num_kv_heads)
         near = (*sizes, shape.near_capacity, config.head_dim)
-        window = (*sizes, plan.window_slots, 2, retrieval.chunk_size, config.head_dim)
+        page = page_geometry(self.tools).page_shape
         layers = range(config.num_layers)
         self._near = [Near(jnp.zeros(near, dtype), jnp.zeros(near, dtype)) for _ in layers]
-        self._window = [jnp.zeros(window, dtype) for _ in layers]
         self._index = [
             plan.retrieval.empty(
                 *sizes, config.head_dim, shape.chunk_capacity, plan.cluster_capacity
             )
             for _ in layers
         ]
-        if not plan.resident:
+        layout = plan.layout
+        if layout is None:
+            rows = config.num_kv_heads * shape.chunk_capacity
+            self._window = [jnp.zeros((shape.batch, rows, *page), dtype) for _ in layers]
+        else:
+            self._window = [jnp.zeros((shape.batch, layout.rows, *page), dtype)]
             self._directory = [
-                empty_directory(*sizes, shape.chunk_capacity, plan.window_slots, plan.window_slots)
-                for _ in layers
+                empty_directory(
+                    *sizes,
+                    shape.chunk_capacity,
+                    layout.largest,
+                    layout.capacity[layer],
+                    layout.keeps[layer],
+                    layout.first[layer],
+                    smooths=smooths(self._spec.eviction),
+                )
+                for layer in layers
             ]
         if isinstance(self._fetcher, DirectFetcher):
             self._near, self._window = committed((self._near, self._window))
             self._index, self._directory = committed((self._index, self._directory))
+
+    def _trace_info(self, row: int) -> TraceInfo:
+        assert self._recorder is not None
+        retrieval, shape = self.tools.config.retrieval, self.plan.shape
+        return TraceInfo(
+            model=self._recorder.model,
+            digest=self.tools.model.digest,
+            text=f"prompt {row}",
+            prompt_tokens=shape.prompt_tokens[row],
+            chunk_size=retrieval.chunk_size,
+            selected=shape.selected,
+            chunk_capacity=shape.chunk_capacity,
+            page_bytes=page_geometry(self.tools).page_bytes,
+            index=retrieval.index,
+            group_rule=retrieval.group_rule,
+        )
 
     def _open_tiers(self) -> None:
         tools, plan = self.tools, self.plan
@@ -181,14 +219,16 @@ class KVDrive(BatchMethod):
         self._near[layer], self._index[layer] = insert_session(
             self._spec, self._near[layer], self._index[layer], at, parts
         )
+        if self._recorder is not None:
+            self._recorder.prompt(row, layer, parts.importance, count)
         if self.plan.resident:
             self._window[layer] = insert_resident(self._window[layer], at, parts.pages)
         else:
-            self._window[layer], self._directory[layer] = warm_window(
-                self._window[layer], self._directory[layer], at, parts, count
+            self._window[0], self._directory[layer] = warm_window(
+                self._window[0], self._directory[layer], at, parts, count
             )
             self._pending.append((row, layer, parts))
-        jax.block_until_ready((parts, self._window[layer], self._index[layer]))
+        jax.block_until_ready((parts, self._window, self._index[layer]))
 
     def settle(self) -> None:
         for row, layer, parts in self._pending:
@@ -250,19 +290,20 @@ class KVDrive(BatchMethod):
             attention_factor=rows.attention_factor,
         )
         taken = np.minimum(n_chunks, self._spec.selected)
+        attended = self._attended_chunks(n_chunks)
         for row, count in enumerate(rows.counts):
             if rows.active[row]:
                 count.steps += 1
-                count.attended_tokens += int(near_rows[row]) + 1 + int(taken[row]) * chunk
+                count.attended_tokens += int(near_rows[row]) + 1 + float(attended[row]) * chunk
         model = self.tools.model
         counted = model.config.num_layers * model.config.num_kv_heads
         for row, count in enumerate(rows.counts):
             count.selected_chunks += int(taken[row]) * counted
-        self._tokens = []
+        self._tokens, self._ranked = [], []
         if self.plan.resident:
             with self.tools.clock.measure("compute"):
                 for layer, leaves in enumerate(model.layers):
-                    hidden, token = resident_layer(
+                    hidden, token, ranked = resident_layer(
                         self._spec,
                         leaves,
                         hidden,
@@ -272,10 +313,23 @@ class KVDrive(BatchMethod):
                         self._window[layer],
                     )
                     self._tokens.append(token)
+                    self._ranked.append(ranked)
         else:
             hidden = sequential(self, model.config.num_layers, hidden)
         self._append_tokens(self._step.near_row)
+        if self._recorder is not None:
+            self._recorder.step(self._ranked, rows.active)
         return hidden
+
+    def _attended_chunks(self, n_chunks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """[B] chunks that each session attends to, mean over layers and heads."""
+        layout = self.plan.layout
+        if self._spec.attend == "selection":
+            return np.minimum(n_chunks, self._spec.selected)
+        if layout is None:
+            return n_chunks
+        held: np.ndarray[Any, Any] = np.minimum(n_chunks[:, None, None], layout.capacity)
+        return held.mean(axis=(1, 2))
 
     def _append_tokens(self, near_row: jax.Array) -> None:
         """The new token's key and value into the near buffers of all layers."""
@@ -298,6 +352,7 @@ class KVDrive(BatchMethod):
                 self._directory[layer],
             )
             self._tokens.append(selected.token)
+            self._ranked.append(selected.ranked)
             if isinstance(self._fetcher, DirectFetcher):
                 return selected  # the miss list stays on the device
             selected.missing.copy_to_host_async()
@@ -310,15 +365,15 @@ class KVDrive(BatchMethod):
         return selected
 
     def fetch(self, layer: int, selected: Selected) -> None:
-        fetcher, window, counts = self._fetcher, self._window[layer], self.rows.counts
+        fetcher, window, counts = self._fetcher, self._window[0], self.rows.counts
         assert fetcher is not None
         with self.tools.clock.measure("fetch"):
             if isinstance(fetcher, DirectFetcher):
-                self._window[layer], failure = fetcher.fetch(
+                self._window[0], failure = fetcher.fetch(
                     layer, self._sessions, selected.missing, window, counts
                 )
             else:
-                self._window[layer], failure = fetcher.fetch(
+                self._window[0], failure = fetcher.fetch(
                     layer, self._sessions, np.asarray(selected.missing), window, counts
                 )
         if failure is not None:
@@ -334,7 +389,7 @@ class KVDrive(BatchMethod):
                 selected,
                 self._step,
                 self._near[layer],
-                self._window[layer],
+                self._window[0],
             )
 
     def _flush(self, near_rows: np.ndarray[Any, Any]) -> None:
@@ -378,6 +433,8 @@ class KVDrive(BatchMethod):
             self._sessions[row] = None
 
     def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.end()
         self._pending = []
         for row in range(len(self._sessions)):
             self.retire(row)

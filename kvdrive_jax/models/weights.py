@@ -214,11 +214,12 @@ def build_model(
 
 @dataclass(frozen=True)
 class Description:
-    """What can be known of a model without its weights: shape, dtype, stored parameters."""
+    """What can be known of a model without its weights: shape, dtype, stored parameters, digest."""
 
     config: ModelConfig
     dtype: np.dtype[Any]
     parameters: int
+    digest: str
 
 
 def describe_pretrained(
@@ -235,14 +236,16 @@ def describe_pretrained(
 
         file = open_gguf(gguf.demo_path() if path == "demo" else path)
         config, kind = gguf.gguf_config(file, context_length=context_length), resolve_dtype(dtype)
+        digest = file.digest()
     else:
         config, located = _open_folder(path, context_length)
         kind = resolve_dtype(dtype, folders.stored_dtype(located))
+        digest = folders.digest(Path(path), located)
         if "lm_head.weight" not in located and not config.tied_embeddings:
             config = dataclasses.replace(config, tied_embeddings=True)
     _, layer, ends = define(config, kind)
     sizes = [math.prod(leaf.shape) for leaf in (*layer * config.num_layers, *ends)]
-    return Description(config, kind, sum(sizes))
+    return Description(config, kind, sum(sizes), digest)
 
 
 def _open_folder(path: str, context_length: int | None) -> tuple[ModelConfig, dict[str, Any]]:

@@ -174,10 +174,11 @@ class DirectFetcher:
     ) -> jax.Array:
         """Compile what `fetch` will run, now, not when a step first needs it.
 
-        window: [B, K, S, 2, c, D], `committed`, donated and returned unchanged; selected: P.
+        window: [B, R, 2, c, D], `committed`, donated and returned unchanged; selected: P.
         """
-        where = self._rows(0, sessions, window)
-        missing = committed(jnp.full((2, *window.shape[:2], selected), -1, jnp.int32))
+        where = self._rows(0, sessions)
+        kv_heads = self._geometry.kv_heads
+        missing = committed(jnp.full((2, window.shape[0], kv_heads, selected), -1, jnp.int32))
         moved = self._none_moved(window)
         window, _, _ = gather_stage(
             window, moved, self._arena.arrays[0], missing, where.first, where.table
@@ -202,7 +203,7 @@ class DirectFetcher:
         self._counts = counts
         if self._moved is None:
             self._moved = self._none_moved(window)
-        where = self._rows(layer, sessions, window)
+        where = self._rows(layer, sessions)
         window, self._moved, left = gather_stage(
             window, self._moved, self._arena.arrays[layer], missing, where.first, where.table
         )
@@ -231,13 +232,13 @@ class DirectFetcher:
         moved: jax.Array = committed(jnp.zeros(window.shape[0], jnp.int32))
         return moved
 
-    def _rows(self, layer: int, sessions: Sequence[DramPages | None], window: jax.Array) -> _Where:
+    def _rows(self, layer: int, sessions: Sequence[DramPages | None]) -> _Where:
         """Where the pages of a layer are; made anew when sessions stored more, or ended."""
         stored = tuple(-1 if s is None else s.stored(layer) for s in sessions)
         known = self._where[layer]
         if known is not None and known.stored == stored:
             return known
-        kv_heads = window.shape[1]
+        kv_heads = self._geometry.kv_heads
         first = np.zeros((len(sessions), kv_heads), np.int32)
         rows: list[Ids | None] = [None] * len(sessions)
         partly = known is not None and known.table is not None
@@ -308,7 +309,7 @@ def _probe(geometry: PageGeometry, memory_kind: str = "pinned_host") -> str | No
     arena = PinnedArena(one_layer, chunks, memory_kind=memory_kind)
     slab = arena.take(0, chunks)
     rng = np.random.default_rng(0)
-    window = jnp.zeros((1, 1, slots, *geometry.page_shape), geometry.dtype)
+    window = jnp.zeros((1, slots, *geometry.page_shape), geometry.dtype)
     first = jnp.zeros((1, 1), jnp.int32)
     gather = jax.jit(gather_pages, donate_argnums=0)
     for attempt in ("first", "overwritten"):

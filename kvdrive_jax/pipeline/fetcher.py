@@ -54,11 +54,11 @@ class Fetcher:
     def compile(self, window: jax.Array) -> jax.Array:
         """Compile the write of every transfer size now, not when a step first needs it.
 
-        window: [B, K, S, 2, c, D], donated and returned unchanged.
+        window: [B, R, 2, c, D], donated and returned unchanged.
         """
         for size in self._sizes:
             pages = np.zeros((size, *self._geometry.page_shape), self._geometry.dtype)
-            nowhere = np.full(size, np.prod(window.shape[:3]), np.int32)
+            nowhere = np.full(size, window.shape[0] * window.shape[1], np.int32)
             window = write_stage(window, pages, nowhere)
         return window
 
@@ -73,11 +73,13 @@ class Fetcher:
         """Pages of one layer's miss list into its window.
 
         sessions: the batch's, None for those that ended; missing: [2, B, K, P] int32, chunk ids
-        (-1: none) and their slots; window: [B, K, S, 2, c, D], donated; counts: of the sessions.
+        (-1: none) and the rows they go to; window: [B, R, 2, c, D], donated; counts: of the
+        sessions.
         Returns the window, and the error of a session whose pages could not be read: the pages of
         all others are in their slots, that session's are not.
         """
-        batch, kv_heads, capacity = window.shape[:3]
+        batch, rows = window.shape[:2]
+        kv_heads = missing.shape[2]
         chunks, slots = missing[0].reshape(-1), missing[1].reshape(-1)
         at = np.flatnonzero(chunks >= 0)
         if not at.size:
@@ -90,8 +92,8 @@ class Fetcher:
         staging = self._ring.acquire()
         pages = staging.buffer[:size]
         failure = self._read(layer, sessions, row, head, chunks[at], pages)
-        target = np.full(size, batch * kv_heads * capacity, np.int32)
-        target[: at.size] = owner * capacity + slots[at]
+        target = np.full(size, batch * rows, np.int32)
+        target[: at.size] = row * rows + slots[at]
         window = write_stage(window, pages, target)
         self._lent = staging
         self._traffic.add("dram_to_hbm", at.size * self._geometry.page_bytes)

@@ -13,9 +13,11 @@ from kvdrive_jax.index.chunks import split_into_chunks
 from kvdrive_jax.index.clusters import ClusterForm, ClusterIndex
 from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.index.selection import importance
+from kvdrive_jax.pallas.page_write import write_pages
 from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.stages import Near, StageSpec
 from kvdrive_jax.window.directory import Directory, insert_row
+from kvdrive_jax.window.warm import rank_chunks, warm_slots
 
 
 class PromptParts(NamedTuple):
@@ -99,8 +101,8 @@ def insert_session(
 
 @partial(jax.jit, donate_argnames="window")
 def insert_resident(window: jax.Array, row: jax.Array, pages: jax.Array) -> jax.Array:
-    """All pages [K, N, 2, c, D] of a session at the slots of their ids."""
-    return lax.dynamic_update_index_in_dim(window, pages, row, axis=0)
+    """All pages [K, N, 2, c, D] of a session into its rows of window [B, K N, 2, c, D]."""
+    return lax.dynamic_update_index_in_dim(window, pages.reshape(window.shape[1:]), row, axis=0)
 
 
 @partial(jax.jit, donate_argnames=("window", "directory"))
@@ -111,19 +113,21 @@ def warm_window(
     parts: PromptParts,
     n_chunks: jax.Array,
 ) -> tuple[jax.Array, Directory]:
-    """Fill a session's windows with its most important chunks (paper 7.1), ties to the lowest id.
+    """Fill a session's windows of one layer with its most important chunks (paper 7.1).
 
-    window: [B, K, S, 2, c, D] and directory are donated; S is at most N.
+    window: [B, R, 2, c, D], the pool of all windows, and directory are donated.
     """
-    slots = window.shape[2]
-    chunks = parts.importance.shape[-1]
-    ranked = jnp.where(jnp.arange(chunks) < n_chunks, parts.importance, -1.0)
-    worth, ids = lax.top_k(ranked, slots)
-    at = jnp.arange(slots)
-    ids = jnp.where((worth >= 0) & (at < directory.capacity[:, None]), ids.astype(jnp.int32), -1)
+    slots = directory.chunk_of_slot.shape[-1]
+    count = min(slots, parts.importance.shape[-1])
+    ranked = rank_chunks(parts.importance, n_chunks, count)
+    directory = insert_row(directory, row, warm_slots(ranked, directory.capacity, slots))
+    ids = directory.chunk_of_slot[row]
     heads = jnp.arange(ids.shape[0])[:, None]
     pages = parts.pages[heads, jnp.maximum(ids, 0)]
+    at = directory.first[:, None] + jnp.arange(slots)
+    batch, rows = window.shape[:2]
+    target = jnp.where(ids < 0, batch * rows, row * rows + at)
     return (
-        lax.dynamic_update_index_in_dim(window, pages, row, axis=0),
-        insert_row(directory, row, ids),
+        write_pages(window, pages.reshape(-1, *window.shape[2:]), target.reshape(-1)),
+        directory,
     )

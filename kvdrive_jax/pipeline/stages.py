@@ -13,15 +13,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from kvdrive_jax.config import GroupRule
+from kvdrive_jax.config import Attend, GroupRule
 from kvdrive_jax.index.rest import LayerIndex, Retrieval
 from kvdrive_jax.index.selection import select
 from kvdrive_jax.models.model import ModelDef
 from kvdrive_jax.pallas.attention import Partial, attend_step
 from kvdrive_jax.pallas.page_write import write_pages
-from kvdrive_jax.window.directory import Directory, place
-from kvdrive_jax.window.eviction import lookahead
+from kvdrive_jax.window.directory import Directory, held_slots, observe, place, pool_rows
+from kvdrive_jax.window.eviction import policy
 
 Leaves = tuple[jax.Array, ...]
 
@@ -30,7 +31,8 @@ Leaves = tuple[jax.Array, ...]
 class StageSpec:
     """What the compiled stages are specialised to; hashable.
 
-    selected is P, sink the number of first rows of the near buffer that are never flushed.
+    selected is P, sink the number of first rows of the near buffer that are never flushed. ranked
+    is how many of the best chunks a step tells, 0 for none.
     """
 
     model_def: ModelDef
@@ -39,6 +41,9 @@ class StageSpec:
     selected: int
     sink: int
     chunk_size: int
+    eviction: str
+    attend: Attend = "selection"
+    ranked: int = 0
 
 
 class Near(NamedTuple):
@@ -104,33 +109,45 @@ def _attend(
     slots: jax.Array,
     rest: Partial | None,
 ) -> jax.Array:
-    """Attention over sink, the pages in ``slots`` [B, K, P] and local, and what is estimated
-    of the rest, then feed-forward."""
+    """Attention over sink, the pages in rows ``slots`` [B, K, P] of the window and local, and what
+    is estimated of the rest, then feed-forward."""
     attended = attend_step(
         *token, near.k, near.v, step.near_row, window=window, slots=slots, rest=rest
     )
     return spec.model_def.merge_layer(leaves).after_attention(hidden, attended.astype(hidden.dtype))
 
 
+class Ranked(NamedTuple):
+    """The best chunks of a step, best first: ids [B, K, M] int32, scores [B, K, M] float32, -inf
+    for ids that are padding."""
+
+    ids: jax.Array
+    scores: jax.Array
+
+
 class Selected(NamedTuple):
-    """Outcome of select: the new token; slots [B, K, P] int32 (-1: none); missing [2, B, K, P]
-    int32: chunk ids that must be fetched (-1: none) and the slots they go to; rest: the estimated
-    attention to what is not selected, or None."""
+    """Outcome of select: the new token; slots [B, K, P] int32, rows of the window that are attended
+    to (-1: none); missing [2, B, K, P] int32: chunk ids that must be fetched (-1: none) and the
+    rows they go to; rest: the estimated attention to what is not attended, or None; ranked: what
+    ``StageSpec.ranked`` asks for, or None."""
 
     token: Token
     slots: jax.Array
     missing: jax.Array
     rest: Partial | None
+    ranked: Ranked | None
 
 
-def _select(
-    spec: StageSpec, token: Token, step: Step, index: LayerIndex
-) -> tuple[jax.Array, jax.Array, Partial | None]:
-    """Chunk ids [B, K, P] (-1: none), scores [B, K, N], and the estimate of the rest."""
-    retrieval = spec.retrieval
-    scores = retrieval.form.scores(index.ranking, token.q, step.n_chunks, spec.rule)
-    ids = select(scores, step.n_chunks, spec.selected)
-    return ids, scores, retrieval.rest(index, token.q, ids, step.n_chunks)
+def _score(spec: StageSpec, token: Token, step: Step, index: LayerIndex) -> jax.Array:
+    form = spec.retrieval.form
+    return form.scores(index.ranking, token.q, step.n_chunks, spec.rule)
+
+
+def _ranked(spec: StageSpec, scores: jax.Array) -> Ranked | None:
+    if not spec.ranked:
+        return None
+    best, ids = lax.top_k(scores, spec.ranked)
+    return Ranked(ids.astype(jnp.int32), best)
 
 
 @partial(jax.jit, static_argnames="spec", donate_argnames="directory")
@@ -144,21 +161,31 @@ def select_stage(
 ) -> tuple[Selected, Directory]:
     """Queries of one layer, the chunks they want, and which of them must be fetched.
 
-    hidden: [B, E]. Ties go to the lowest chunk; victims are chosen by lookahead (paper 5.1).
+    hidden: [B, E]. Ties go to the lowest chunk; victims are chosen by ``spec.eviction`` (paper
+    5.1).
     """
     token = _token(spec, leaves, hidden, step)
-    ids, scores, rest = _select(spec, token, step, index)
-    directory, slots, miss = place(directory, ids, lookahead(directory, scores))
-    missing = jnp.stack([jnp.where(miss, ids, -1), jnp.where(miss, slots, -1)])
-    return Selected(token, slots, missing, rest), directory
+    scores = _score(spec, token, step, index)
+    ids = select(scores, step.n_chunks, spec.selected)
+    directory = observe(directory, scores, ids)
+    priority = policy(spec.eviction)(directory, scores)
+    directory, slots, miss = place(directory, ids, priority)
+    rows = pool_rows(directory, slots)
+    missing = jnp.stack([jnp.where(miss, ids, -1), jnp.where(miss, rows, -1)])
+    attended = ids
+    if spec.attend == "resident":
+        held, attended = held_slots(directory, slots, ids)
+        rows = pool_rows(directory, held)
+    rest = spec.retrieval.rest(index, token.q, attended, step.n_chunks)
+    return Selected(token, rows, missing, rest, _ranked(spec, scores)), directory
 
 
 @partial(jax.jit, donate_argnames="window")
 def write_stage(window: jax.Array, pages: jax.Array, target: jax.Array) -> jax.Array:
     """Fetched pages into their slots.
 
-    window: [B, K, S, 2, c, D], donated; pages: [M, 2, c, D]; target: [M] int32, flat slot
-    (b K + k) S + s, or B K S for rows that hold no page.
+    window: [B, R, 2, c, D], donated; pages: [M, 2, c, D]; target: [M] int32, flat row b R + r, or
+    B R for pages that are none.
     """
     return write_pages(window, pages, target)
 
@@ -188,11 +215,23 @@ def resident_layer(
     near: Near,
     index: LayerIndex,
     window: jax.Array,
-) -> tuple[jax.Array, Token]:
-    """Select and compute of one layer whose window holds every chunk at the slot of its id."""
+) -> tuple[jax.Array, Token, Ranked | None]:
+    """Select and compute of one layer whose window holds every chunk: [B, K N, 2, c, D], chunk j
+    of head k in row k N + j."""
     token = _token(spec, leaves, hidden, step)
-    ids, _, rest = _select(spec, token, step, index)
-    return _attend(spec, leaves, hidden, token, step, near, window, ids, rest), token
+    scores = _score(spec, token, step, index)
+    kv_heads, chunks = scores.shape[1:]
+    if spec.attend == "resident":
+        every = jnp.arange(chunks, dtype=jnp.int32)
+        ids = jnp.where(every < step.n_chunks[:, None, None], every, -1)
+        ids = jnp.broadcast_to(ids, scores.shape)
+    else:
+        ids = select(scores, step.n_chunks, spec.selected)
+    rest = spec.retrieval.rest(index, token.q, ids, step.n_chunks)
+    first = jnp.arange(kv_heads, dtype=jnp.int32)[:, None] * chunks
+    slots = jnp.where(ids < 0, -1, first + ids)
+    hidden = _attend(spec, leaves, hidden, token, step, near, window, slots, rest)
+    return hidden, token, _ranked(spec, scores)
 
 
 @partial(jax.jit, static_argnames=("spec", "flush_chunks"), donate_argnames=("near", "index"))
@@ -234,10 +273,10 @@ def flush_stage(
 def grow_resident(
     window: jax.Array, pages: jax.Array, n_new: jax.Array, n_chunks: jax.Array
 ) -> jax.Array:
-    """Flushed pages into a window that holds every chunk at the slot of its id."""
-    batch, _, capacity = window.shape[:3]
-    offset = jnp.arange(pages.shape[2])[None, :]
-    slot = jnp.where(offset < n_new[:, None], n_chunks[:, None] + offset, capacity)
-    rows = jnp.arange(batch)[:, None]
-    moved = pages.transpose(0, 2, 1, 3, 4, 5)
-    return window.at[rows, :, slot].set(moved, mode="drop")
+    """Flushed pages into a window that holds every chunk, as in ``resident_layer``."""
+    batch, kv_heads, count = pages.shape[:3]
+    chunks = window.shape[1] // kv_heads
+    offset = jnp.arange(count)
+    row = jnp.arange(kv_heads)[:, None] * chunks + (n_chunks[:, None] + offset)[:, None]
+    row = jnp.where((offset < n_new[:, None])[:, None], row, window.shape[1])
+    return window.at[jnp.arange(batch)[:, None, None], row].set(pages, mode="drop")

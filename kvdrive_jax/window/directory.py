@@ -4,19 +4,21 @@ One directory serves one layer. It lives on the device, so that selected ids nev
 (the paper's CPU look-up grows with the window, figure 16). It moves no byte: `place` says which
 selected chunks are missing and which slot each of them gets; whoever fetches them writes the slots.
 
-Two things hold at every moment, per (session, kv head): the two maps are each other's inverse, and
-no slot from `capacity` on is ever used.
+Three things hold at every moment, per (session, kv head): the two maps are each other's inverse, no
+slot from `capacity` on is ever used, and where `keeps` is False both maps are empty.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvdrive_jax.pallas.selection import select_chunks
+from kvdrive_jax.window.history import History, advance, empty_history, forget_row, smooth
 
 
 @jax.tree_util.register_dataclass
@@ -27,17 +29,32 @@ class Directory:
     Attributes:
         slot_of_chunk: [B, K, N] int32, -1 for a chunk that is not in its window.
         chunk_of_slot: [B, K, S] int32, -1 for an empty slot.
-        capacity: [K] int32, usable slots of each kv head, at most S and at least the number of
-            chunks selected in a step.
+        history: of what is in each slot, for policies.
+        capacity: [K] or [B, K] int32, usable slots of each kv head, at most S and at least the
+            number of chunks selected in a step.
+        keeps: [K] or [B, K] bool; False for a window of size 0: its slots hold one step's selection
+            and nothing is left of it to the next.
+        first: [K] or [B, K] int32, the row of each head's slot 0 in the pool of all windows.
     """
 
     slot_of_chunk: jax.Array
     chunk_of_slot: jax.Array
+    history: History
     capacity: jax.Array
+    keeps: jax.Array
+    first: jax.Array
 
 
 def empty_directory(
-    batch: int, kv_heads: int, chunk_capacity: int, slots: int, capacity: jax.Array | int
+    batch: int,
+    kv_heads: int,
+    chunk_capacity: int,
+    slots: int,
+    capacity: jax.typing.ArrayLike,
+    keeps: jax.typing.ArrayLike = True,
+    first: jax.typing.ArrayLike = 0,
+    *,
+    smooths: bool = False,
 ) -> Directory:
     """A directory with nothing in it.
 
@@ -45,15 +62,36 @@ def empty_directory(
         batch, kv_heads: B and K.
         chunk_capacity: N, the most chunks a session can have.
         slots: S, slots per (session, kv head).
-        capacity: usable slots, one number or [K] int32.
+        capacity: usable slots, one number, [K] or [B, K] int32.
+        keeps: False for windows of size 0; one bool, [K] or [B, K].
+        first: rows of slots 0 in the pool; one number, [K] or [B, K] int32.
+        smooths: whether scores are smoothed over steps, for the policy that reads that.
     """
     if slots < 1:
         raise ValueError(f"slots must be at least 1, got {slots}")
+
+    def per_head(value: jax.typing.ArrayLike, dtype: Any) -> jax.Array:
+        array = jnp.asarray(value, dtype)
+        return jnp.broadcast_to(array, array.shape if array.ndim == 2 else (kv_heads,)).copy()
+
     return Directory(
         slot_of_chunk=jnp.full((batch, kv_heads, chunk_capacity), -1, jnp.int32),
         chunk_of_slot=jnp.full((batch, kv_heads, slots), -1, jnp.int32),
-        capacity=jnp.broadcast_to(jnp.asarray(capacity, jnp.int32), (kv_heads,)).copy(),
+        history=empty_history(batch, kv_heads, slots, chunk_capacity if smooths else 0),
+        capacity=per_head(capacity, jnp.int32),
+        keeps=per_head(keeps, bool),
+        first=per_head(first, jnp.int32),
     )
+
+
+def pool_rows(directory: Directory, slots: jax.Array) -> jax.Array:
+    """Rows of the pool [B, K, P] of slots [B, K, P], -1 where those are."""
+    return jnp.where(slots < 0, -1, directory.first[..., None] + slots)
+
+
+def observe(directory: Directory, scores: jax.Array, ids: jax.Array) -> Directory:
+    """Takes note of a step's scores [B, K, N] and selection [B, K, P], before `place`."""
+    return replace(directory, history=smooth(directory.history, scores, ids))
 
 
 def place(
@@ -89,7 +127,7 @@ def place(
     miss = (ids >= 0) & ~hit
 
     held = _write(jnp.zeros((batch, kv_heads, slots), bool), found, True)
-    free = ~held & (jnp.arange(slots) < directory.capacity[:, None])
+    free = ~held & (jnp.arange(slots) < directory.capacity[..., None])
     victims = select_chunks(
         _eviction_order(directory.chunk_of_slot, priority, free),
         jnp.full((batch,), slots, jnp.int32),
@@ -99,18 +137,42 @@ def place(
 
     nth = jnp.maximum(jnp.cumsum(miss, axis=-1) - 1, 0)
     target = jnp.where(miss, _look_up(victims, nth), -1)
-    evicted = jnp.where(target >= 0, _look_up(directory.chunk_of_slot, jnp.maximum(target, 0)), -1)
-    arriving = jnp.where(target >= 0, ids, -1)
+    kept = jnp.where(directory.keeps[..., None], target, -1)
+    evicted = jnp.where(kept >= 0, _look_up(directory.chunk_of_slot, jnp.maximum(kept, 0)), -1)
+    arriving = jnp.where(kept >= 0, ids, -1)
 
     # One write for both: what leaves was not selected, so the two sets of chunks are disjoint.
     slot_of_chunk = _write(
         directory.slot_of_chunk,
         jnp.concatenate([evicted, arriving], axis=-1),
-        jnp.concatenate([jnp.full_like(target, -1), target], axis=-1),
+        jnp.concatenate([jnp.full_like(kept, -1), kept], axis=-1),
     )
-    chunk_of_slot = _write(directory.chunk_of_slot, target, ids)
-    after = replace(directory, slot_of_chunk=slot_of_chunk, chunk_of_slot=chunk_of_slot)
+    chunk_of_slot = _write(directory.chunk_of_slot, kept, ids)
+    arrived = chunk_of_slot != directory.chunk_of_slot
+    after = replace(
+        directory,
+        slot_of_chunk=slot_of_chunk,
+        chunk_of_slot=chunk_of_slot,
+        history=advance(directory.history, held | arrived, arrived),
+    )
     return after, jnp.where(hit, found, target), miss
+
+
+def held_slots(
+    directory: Directory, slots: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Everything in the windows after `place`, beside what a window that keeps nothing was lent.
+
+    slots, ids: [B, K, P] int32, as `place` returned and got them. Returns slots and chunk ids
+    [B, K, S + P] int32, -1 for none, each chunk at most once.
+    """
+    every = jnp.arange(directory.chunk_of_slot.shape[-1], dtype=jnp.int32)
+    held = jnp.where(directory.chunk_of_slot < 0, -1, every)
+    lent = ~directory.keeps[..., None]
+    return (
+        jnp.concatenate([held, jnp.where(lent, slots, -1)], axis=-1),
+        jnp.concatenate([directory.chunk_of_slot, jnp.where(lent, ids, -1)], axis=-1),
+    )
 
 
 def insert_row(directory: Directory, row: jax.Array | int, ids: jax.Array) -> Directory:
@@ -120,19 +182,23 @@ def insert_row(directory: Directory, row: jax.Array | int, ids: jax.Array) -> Di
         directory: may be donated.
         row: int32 scalar, the session's place in the batch.
         ids: [K, S] int32, the chunk in each slot, -1 for empty; each chunk at most once per head.
-            Slots from the head's capacity on must be empty, and are made so.
+            Slots from the head's capacity on must be empty, and are made so, as are those of a
+            head that keeps nothing.
     """
     kv_heads, slots = directory.chunk_of_slot.shape[1:]
     if ids.shape != (kv_heads, slots):
         raise ValueError(f"ids must be [kv_heads, slots] {(kv_heads, slots)}, got {ids.shape}")
     at = jnp.arange(slots, dtype=jnp.int32)
-    ids = jnp.where(at < directory.capacity[:, None], ids.astype(jnp.int32), -1)
+    capacity, keeps = (x if x.ndim == 1 else x[row] for x in (directory.capacity, directory.keeps))
+    usable = (at < capacity[:, None]) & keeps[:, None]
+    ids = jnp.where(usable, ids.astype(jnp.int32), -1)
     absent = jnp.full((1, *directory.slot_of_chunk.shape[1:]), -1, jnp.int32)
     slot_of_chunk = _write(absent, ids[None], jnp.broadcast_to(at, ids[None].shape))
     return replace(
         directory,
         slot_of_chunk=directory.slot_of_chunk.at[row].set(slot_of_chunk[0]),
         chunk_of_slot=directory.chunk_of_slot.at[row].set(ids),
+        history=forget_row(directory.history, row),
     )
 
 
@@ -142,6 +208,7 @@ def clear_row(directory: Directory, row: jax.Array | int) -> Directory:
         directory,
         slot_of_chunk=directory.slot_of_chunk.at[row].set(-1),
         chunk_of_slot=directory.chunk_of_slot.at[row].set(-1),
+        history=forget_row(directory.history, row),
     )
 
 

@@ -35,7 +35,7 @@ def _jit(kernel: Any, *static: str, donate: tuple[str, ...] = ()) -> Any:
 def sparse_attention(shape: Shape) -> Call:
     """All attention of one decode step: pages in their slots, near tokens, the token itself."""
     slots = shape.ids(shape.batch, shape.config.num_kv_heads, shape.spec.selected)
-    window = shape.window(shape.plan.window_slots)
+    window = shape.pool
     token = shape.array(shape.batch, shape.config.num_kv_heads, shape.config.head_dim)
     rows = shape.ids(shape.batch)
     args = (shape.queries, token, token, *shape.near, rows)
@@ -54,7 +54,7 @@ def full_attention(shape: Shape) -> Call:
 def page_attention(shape: Shape) -> Call:
     """Selected pages alone, as a partial."""
     slots = shape.ids(shape.batch, shape.config.num_kv_heads, shape.spec.selected)
-    args = (shape.queries, shape.window(shape.plan.window_slots), slots)
+    args = (shape.queries, shape.pool, slots)
     return Call(_jit(attend_pages), args, TRITON)
 
 
@@ -91,17 +91,17 @@ def prompt_cudnn(shape: Shape) -> Call:
 
 def page_write(shape: Shape) -> Call:
     """The largest transfer of fetched pages into their slots."""
-    window = shape.window(shape.plan.window_slots)
+    window = shape.pool
     most = shape.batch * shape.config.num_kv_heads * shape.spec.selected
-    pages = shape.array(most, *window.shape[3:])
+    pages = shape.pages(most)
     write = _jit(write_pages, donate=("window",))
     return Call(write, (window, pages, shape.ids(most)), TRITON)
 
 
 def page_gather(shape: Shape) -> Call:
     """A step's misses from DRAM. (The compile-only client takes the source for device memory.)"""
-    window = shape.window(shape.plan.window_slots)
-    rows = window.shape[:2]
+    window = shape.pool
+    rows = (shape.batch, shape.config.num_kv_heads)
     chunks = shape.plan.shape.chunk_capacity
     source = shape.array(rows[0] * rows[1] * chunks, 2 * shape.spec.chunk_size * window.shape[-1])
     gather = _jit(gather_pages, donate=("window",))

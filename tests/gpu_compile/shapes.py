@@ -23,6 +23,7 @@ from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.stages import Near, StageSpec, Step
 from kvdrive_jax.plan import Plan, layout_form, plan_batch
 from kvdrive_jax.window.directory import Directory, empty_directory
+from kvdrive_jax.window.eviction import smooths
 
 Struct = jax.ShapeDtypeStruct
 
@@ -161,6 +162,7 @@ class Shape:
             selected=self.plan.shape.selected,
             sink=retrieval.sink,
             chunk_size=retrieval.chunk_size,
+            eviction=self.settings.window.eviction,
         )
 
     @property
@@ -206,10 +208,21 @@ class Shape:
         size = (self.batch, config.num_kv_heads, self.plan.shape.near_capacity, config.head_dim)
         return Near(self.array(*size), self.array(*size))
 
-    def window(self, slots: int) -> Struct:
-        """[B, K, S, 2, c, D]."""
-        config, chunk = self.config, self.spec.chunk_size
-        return self.array(self.batch, config.num_kv_heads, slots, 2, chunk, config.head_dim)
+    def pages(self, *sizes: int) -> Struct:
+        """[..., 2, c, D]."""
+        return self.array(*sizes, 2, self.spec.chunk_size, self.config.head_dim)
+
+    @property
+    def pool(self) -> Struct:
+        """All windows of all layers, of one where they hold every chunk: [B, R, 2, c, D]."""
+        layout = self.plan.layout
+        return self.resident if layout is None else self.pages(self.batch, layout.rows)
+
+    @property
+    def resident(self) -> Struct:
+        """The window of one layer that holds every chunk: [B, K N, 2, c, D]."""
+        rows = self.config.num_kv_heads * self.plan.shape.chunk_capacity
+        return self.pages(self.batch, rows)
 
     @property
     def directory(self) -> Directory:
@@ -217,7 +230,12 @@ class Shape:
         shape, slots = self.plan.shape, self.plan.window_slots
         return jax.eval_shape(
             lambda: empty_directory(
-                self.batch, self.config.num_kv_heads, shape.chunk_capacity, slots, slots
+                self.batch,
+                self.config.num_kv_heads,
+                shape.chunk_capacity,
+                slots,
+                slots,
+                smooths=smooths(self.spec.eviction),
             )
         )
 

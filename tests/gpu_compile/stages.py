@@ -25,30 +25,31 @@ def compute(shape: Shape) -> Call:
     selected, _ = jax.eval_shape(
         lambda *args: stages.select_stage(shape.spec, *args), *select(shape).args[1:]
     )
-    window = shape.window(shape.plan.window_slots)
+    window = shape.pool
     args = (shape.spec, shape.layer, shape.hidden, selected, shape.step, shape.near, window)
     return Call(stages.compute_stage, args)
 
 
 def resident(shape: Shape) -> Call:
     """Select and compute in one, every chunk in HBM."""
-    window = shape.window(shape.plan.shape.chunk_capacity)
+    window = shape.resident
     state = (shape.near, shape.layer_index, window)
     return Call(stages.resident_layer, (shape.spec, shape.layer, shape.hidden, shape.step, *state))
 
 
 def write(shape: Shape) -> Call:
     """The largest transfer of fetched pages into their slots."""
-    window = shape.window(shape.plan.window_slots)
+    window = shape.pool
     most = shape.batch * shape.config.num_kv_heads * shape.plan.shape.selected
-    pages = shape.array(most, *window.shape[3:])
+    pages = shape.pages(most)
     return Call(stages.write_stage, (window, pages, shape.ids(most)))
 
 
 def gather(shape: Shape) -> Call:
     """A step's misses from pinned pages. (The compile-only client takes them for device memory.)"""
-    window = shape.window(shape.plan.window_slots)
-    rows, chunks = window.shape[:2], shape.plan.shape.chunk_capacity
+    window = shape.pool
+    rows = (shape.batch, shape.config.num_kv_heads)
+    chunks = shape.plan.shape.chunk_capacity
     source = shape.array(rows[0] * rows[1] * chunks, 2 * shape.spec.chunk_size * window.shape[-1])
     missing, moved = shape.ids(2, *rows, shape.spec.selected), shape.ids(shape.batch)
     args = (window, moved, source, missing, shape.ids(*rows), shape.ids(*rows, chunks))
@@ -67,8 +68,8 @@ def flush(shape: Shape) -> Call:
 
 def grow(shape: Shape) -> Call:
     """Flushed pages into a window that holds every chunk."""
-    window = shape.window(shape.plan.shape.chunk_capacity)
-    pages = shape.window(shape.plan.shape.flush_chunks)
+    window = shape.resident
+    pages = shape.pages(shape.batch, shape.config.num_kv_heads, shape.plan.shape.flush_chunks)
     return Call(
         stages.grow_resident, (window, pages, shape.ids(shape.batch), shape.ids(shape.batch))
     )
@@ -125,13 +126,14 @@ def insert(shape: Shape) -> Call:
 
 def insert_pages(shape: Shape) -> Call:
     """All pages of a session into a window that holds every chunk."""
-    window = shape.window(shape.plan.shape.chunk_capacity)
-    return Call(indexing.insert_resident, (window, shape.ids(), shape.array(*window.shape[1:])))
+    window = shape.resident
+    pages = shape.pages(shape.config.num_kv_heads, shape.plan.shape.chunk_capacity)
+    return Call(indexing.insert_resident, (window, shape.ids(), pages))
 
 
 def warm(shape: Shape) -> Call:
     """A session's most important chunks into its windows."""
-    window = shape.window(shape.plan.window_slots)
+    window = shape.pool
     args = (window, shape.directory, shape.ids(), _parts(shape), shape.ids())
     return Call(indexing.warm_window, args)
 

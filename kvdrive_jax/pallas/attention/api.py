@@ -39,12 +39,13 @@ def attend_pages(
     tuning: triton.DecodeTuning | None = None,
     interpret: bool = False,
 ) -> Partial:
-    """Decode attention over the pages in some slots of each window, read where they are.
+    """Decode attention over the pages in some rows of the window, read where they are.
 
     Args:
         q: [B, H, D], post-RoPE, unscaled; query head h reads kv head h // G.
-        window: [B, K, S, 2, c, D], a page being keys, then values. Other slots are not read.
-        slots: [B, K, P] int32, in any order, -1 for none. P may be 0.
+        window: [B, R, 2, c, D], a page being keys, then values; the rows of all kv heads (and of
+            other layers, where they share a pool). Other rows are not read.
+        slots: [B, K, P] int32, rows of the window, in any order, -1 for none. P may be 0.
         implementation: None picks Triton where it can.
         tuning: knobs of the kernel, None for `decode_tuning`.
         interpret: run the kernel in the interpreter.
@@ -152,8 +153,8 @@ def attend_step(
         near_k: [B, K, T, D], sink and local; with full attention, everything.
         near_v: [B, K, T, D].
         near_length: [B] int32, valid rows of them.
-        window: [B, K, S, 2, c, D], None where nothing is selected.
-        slots: [B, K, P] int32, -1 for none; with `window` or not at all.
+        window: [B, R, 2, c, D], None where nothing is selected.
+        slots: [B, K, P] int32, rows of it, -1 for none; with `window` or not at all.
         rest: a Partial with leading [B, H] of all other keys, for instance an estimate.
         implementation, tuning, interpret: as in `attend_pages`.
 
@@ -173,11 +174,15 @@ def attend_step(
     sources: list[triton.Pages | triton.Rows] = [triton.Rows(near_k, near_v, near_length)]
     if window is not None and slots is not None:
         _check_pages(q, window, slots)
+        if slots.shape[1] != near_k.shape[1]:
+            raise ValueError(
+                f"slots must be of {near_k.shape[1]} kv heads as near_k, got {slots.shape}"
+            )
         keys.append(window)
         # First, for they are the longer work.
         sources.insert(0, triton.Pages(window, slots))
     sources = [source for source in sources if source.tokens]
-    if _choose(implementation, interpret, q, *keys) == "xla" or not sources:
+    if _choose(implementation, interpret, k.shape[1], q, *keys) == "xla" or not sources:
         partials = [_specified(q, source) for source in sources]
         others = [] if rest is None else [rest]
         return reference.combine(*partials, reference.attend_one(q, k, v), *others)
@@ -225,7 +230,7 @@ def _run(
     interpret: bool,
 ) -> Partial:
     keys = (source.window,) if isinstance(source, triton.Pages) else (source.k, source.v)
-    chosen = _choose(implementation, interpret, q, *keys)
+    chosen = _choose(implementation, interpret, source.kv_heads, q, *keys)
     if not source.tokens:
         return _nothing(q)
     if chosen == "xla":
@@ -235,10 +240,14 @@ def _run(
 
 
 def _choose(
-    implementation: Implementation | None, interpret: bool, q: jax.Array, *keys: jax.Array
+    implementation: Implementation | None,
+    interpret: bool,
+    kv_heads: int,
+    q: jax.Array,
+    *keys: jax.Array,
 ) -> Implementation:
     dtype = jnp.result_type(q, *keys)
-    group = q.shape[1] // keys[0].shape[1]
+    group = q.shape[1] // kv_heads
     reason = why_not_decode(dtype, q.shape[2], group, interpret=interpret)
     return common.choose("decode attention", implementation, reason, interpret=interpret)
 
@@ -249,14 +258,13 @@ def _check_queries(q: jax.Array, kv_heads: int, dim: int, batch: int) -> None:
 
 
 def _check_pages(q: jax.Array, window: jax.Array, slots: jax.Array) -> None:
-    if window.ndim != 6 or window.shape[3] != 2:
-        raise ValueError(f"window must be [B, K, S, 2, c, D], got {window.shape}")
-    if slots.ndim != 3 or slots.shape[:2] != window.shape[:2] or slots.dtype != jnp.int32:
+    if window.ndim != 5 or window.shape[2] != 2:
+        raise ValueError(f"window must be [B, R, 2, c, D], got {window.shape}")
+    if slots.ndim != 3 or slots.shape[0] != window.shape[0] or slots.dtype != jnp.int32:
         raise ValueError(
-            f"slots must be [{window.shape[0]}, {window.shape[1]}, P] int32, "
-            f"got {slots.shape} {slots.dtype}"
+            f"slots must be [{window.shape[0]}, K, P] int32, got {slots.shape} {slots.dtype}"
         )
-    _check_queries(q, window.shape[1], window.shape[5], window.shape[0])
+    _check_queries(q, slots.shape[1], window.shape[4], window.shape[0])
 
 
 def _check_rows(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array | None) -> None:

@@ -74,16 +74,15 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array) -> 
 
 
 def attend_pages(q: jax.Array, window: jax.Array, slots: jax.Array) -> Partial:
-    """Decode attention over the pages in some slots of each window.
+    """Decode attention over the pages in some rows of the window.
 
-    q: [B, H, D]; window: [B, K, S, 2, c, D]; slots: [B, K, P] int32, -1 for none. Returns a
-    Partial with leading [B, H].
+    q: [B, H, D]; window: [B, R, 2, c, D]; slots: [B, K, P] int32, -1 for none. Returns a Partial
+    with leading [B, H].
     """
     batch, kv_heads, count = slots.shape
     chunk, dim = window.shape[-2:]
     rows = jnp.arange(batch)[:, None, None]
-    heads = jnp.arange(kv_heads)[None, :, None]
-    pages = window[rows, heads, jnp.maximum(slots, 0)]
+    pages = window[rows, jnp.maximum(slots, 0)]
     keys = pages[:, :, :, 0].reshape(batch, kv_heads, count * chunk, dim)
     values = pages[:, :, :, 1].reshape(batch, kv_heads, count * chunk, dim)
     return attend(q, keys, values, jnp.repeat(slots >= 0, chunk, axis=-1))

@@ -70,7 +70,7 @@ def decode_tuning(rows: int, tokens: int, head_dim: int, itemsize: int) -> Decod
 
 
 class Pages(NamedTuple):
-    """Keys in pages: window [B, K, S, 2, c, D], slots [B, K, P] int32 (-1: none)."""
+    """Keys in pages: window [B, R, 2, c, D], slots [B, K, P] int32, rows of it (-1: none)."""
 
     window: jax.Array
     slots: jax.Array
@@ -82,7 +82,7 @@ class Pages(NamedTuple):
     @property
     def tokens(self) -> int:
         """The most keys there can be."""
-        return int(self.slots.shape[2] * self.window.shape[4])
+        return int(self.slots.shape[2] * self.window.shape[3])
 
 
 class Rows(NamedTuple):
@@ -154,8 +154,8 @@ def attend_parts(
     kv_heads = sources[0].kv_heads
     for source in sources:
         if isinstance(source, Pages):
-            chunk = source.window.shape[4]
-            arrays = [source.window.reshape(batch, kv_heads, -1, dim), source.slots]
+            chunk = source.window.shape[3]
+            arrays = [source.window.reshape(batch, 1, -1, dim), source.slots]
         else:
             chunk = 1
             arrays = [source.k, source.v, source.length.astype(jnp.int32)]
@@ -205,11 +205,13 @@ def attend_parts(
 
 
 def _whole(array: jax.Array) -> pl.BlockSpec:
-    """All that one (session, kv head) has of `array`, only addressed."""
+    """All that one (session, kv head) has of `array`, only addressed; what heads share has one."""
     if array.ndim == 1:
         return pl.BlockSpec((1,), lambda s, k, b: (b,))
-    rest = array.shape[2:]
-    return pl.BlockSpec((None, None, *rest), lambda s, k, b: (b, k, *(0 for _ in rest)))
+    rest, shared = array.shape[2:], array.shape[1] == 1
+    return pl.BlockSpec(
+        (None, None, *rest), lambda s, k, b: (b, 0 if shared else k, *(0 for _ in rest))
+    )
 
 
 def _body(
@@ -281,7 +283,7 @@ def _share(source: _Source, blocks: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _page_keys(slots_ref: Any, chunk: int, token: jax.Array) -> _Keys:
-    """Where the tokens of the selected chunks are in a window of rows [S 2 c, D]."""
+    """Where the tokens of the selected chunks are in a window of rows [R 2 c, D]."""
     count = slots_ref.shape[0]
     slot = slots_ref[jnp.minimum(token // chunk, count - 1)]
     key = slot * (2 * chunk) + token % chunk

@@ -55,11 +55,11 @@ def gather_pages(
     donates the window. Only the rows of missing pages are read.
 
     Args:
-        window: [B, K, S, 2, c, D] of bfloat16, float16 or float32.
-        source: [R, 2 c D] of the same dtype, rows of all sessions of a layer; in device memory or
+        window: [B, R, 2, c, D] of bfloat16, float16 or float32.
+        source: [X, 2 c D] of the same dtype, rows of all sessions of a layer; in device memory or
             `pinned_host`.
-        missing: [2, B, K, P] int32, as the select stage yields it: chunk ids and the slots they go
-            to, -1 for nothing. No slot of one (b, k) twice.
+        missing: [2, B, K, P] int32, as the select stage yields it: chunk ids and the rows they go
+            to, -1 for nothing. No row of a session twice.
         first: [B, K] int32, the row of chunk 0 of each (session, kv head).
         table: [B, K, N] int32, the row of each chunk, counted from ``first``; -1 for a chunk that
             is not in the source, whose slot is left as it is. None where chunk j is row j.
@@ -88,8 +88,8 @@ def gather_pages(
             )
     if not missing.size or not source.size or not window.size:
         return window
-    elements = math.prod(window.shape[3:])
-    flat = window.reshape(*window.shape[:3], elements)
+    elements = math.prod(window.shape[2:])
+    flat = window.reshape(*window.shape[:2], elements)
     if tuning is None:
         tuning = GatherTuning.default(elements * window.dtype.itemsize)
     if chosen == "xla":
@@ -115,20 +115,21 @@ def _check(
     table: jax.Array | None,
 ) -> None:
     if (
-        window.ndim != 6
+        window.ndim != 5
         or source.ndim != 2
-        or source.shape[1] != math.prod(window.shape[3:])
+        or source.shape[1] != math.prod(window.shape[2:])
         or source.dtype != window.dtype
     ):
         raise ValueError(
-            "window must be [B, K, S, 2, c, D] and source [R, 2 c D] of one dtype, got "
+            "window must be [B, R, 2, c, D] and source [X, 2 c D] of one dtype, got "
             f"{window.dtype} {window.shape} and {source.dtype} {source.shape}"
         )
-    rows = window.shape[:2]
-    if missing.shape[:-1] != (2, *rows) or missing.dtype != jnp.int32:
+    if missing.ndim != 4 or missing.shape[:2] != (2, window.shape[0]) or missing.dtype != jnp.int32:
         raise ValueError(
-            f"missing must be int32 {(2, *rows, 'P')}, got {missing.dtype} {missing.shape}"
+            f"missing must be int32 {(2, window.shape[0], 'K', 'P')}, got {missing.dtype} "
+            f"{missing.shape}"
         )
+    rows = missing.shape[1:3]
     if first.shape != rows or first.dtype != jnp.int32:
         raise ValueError(f"first must be int32 {rows}, got {first.dtype} {first.shape}")
     if table is not None and (

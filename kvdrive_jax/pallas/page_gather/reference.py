@@ -27,15 +27,15 @@ def gather_rows(
     first: jax.Array,
     table: jax.Array | None,
 ) -> jax.Array:
-    """window [B, K, S, E] with source rows [R, E] in the slots that ``missing`` names.
+    """window [B, R, E] with source rows [X, E] in the rows that ``missing`` names.
 
-    missing: [2, B, K, P] int32, chunk ids and slots, -1 in either for nothing; first, table as
-    in `source_rows`. Slots of one (b, k) are distinct.
+    missing: [2, B, K, P] int32, chunk ids and rows, -1 in either for nothing; first, table as in
+    `source_rows`. Rows of one session are distinct.
     """
-    batch, kv_heads, slots, elements = window.shape
+    batch, slots, elements = window.shape
     chunks, target = missing
     rows = source_rows(chunks, first, table)
-    base = jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads, 1) * slots
+    base = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * slots
     valid = (rows >= 0) & (rows < source.shape[0]) & (target >= 0) & (target < slots)
     pages = source[jnp.where(valid, rows, 0).reshape(-1)]
     at = jnp.where(valid, base + target, -1).reshape(-1)

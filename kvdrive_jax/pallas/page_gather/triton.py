@@ -24,8 +24,8 @@ def gather_rows(
     interpret: bool,
 ) -> jax.Array:
     """See ``reference.gather_rows``. window is aliased to the result."""
-    batch, kv_heads, slots, elements = window.shape
-    count, sources = missing.shape[-1], source.shape[0]
+    batch, slots, elements = window.shape
+    kv_heads, count, sources = missing.shape[2], missing.shape[3], source.shape[0]
     ids = missing.reshape(2, batch * kv_heads, count)
     tables = [] if table is None else [table.reshape(batch * kv_heads, -1)]
 
@@ -47,7 +47,8 @@ def gather_rows(
             row = start + row
             valid = valid & (row >= 0) & (row < sources)
             values = read_row(source_ref, jnp.where(valid, row, 0), valid)
-            moved.append((head * slots + jnp.where(valid, slot, 0), valid, values))
+            at = head // kv_heads * slots + jnp.where(valid, slot, 0)
+            moved.append((at, valid, values))
         for at, valid, values in moved:
             write_row(out_ref, at, values, valid)
 

@@ -46,10 +46,10 @@ def write_pages(
     """Fetched pages into their slots, in place where the caller donates the window.
 
     Args:
-        window: [B, K, S, 2, c, D] of bfloat16, float16 or float32.
+        window: [B, R, 2, c, D] of bfloat16, float16 or float32.
         pages: [M, 2, c, D] of the same dtype.
-        target: [M] int32, flat slot (b K + k) S + s of each page, no slot twice; outside
-            0 .. B K S - 1 for rows that hold no page.
+        target: [M] int32, flat row b R + r of each page, no row twice; outside 0 .. B R - 1 for
+            entries that hold no page.
         implementation: ``xla``, ``triton``, or None for Triton where it can. Both write in place
             and launch one kernel; Triton moves 16 bytes per lane where XLA's scatter moves 8, and
             reads no row that holds no page.
@@ -63,9 +63,9 @@ def write_pages(
         ValueError: shapes or dtypes that do not fit.
         NotImplementedError: the named implementation cannot run here; says why.
     """
-    if window.ndim != 6 or pages.shape[1:] != window.shape[3:] or pages.dtype != window.dtype:
+    if window.ndim != 5 or pages.shape[1:] != window.shape[2:] or pages.dtype != window.dtype:
         raise ValueError(
-            "window must be [B, K, S, 2, c, D] and pages [M, 2, c, D] of one dtype, got "
+            "window must be [B, R, 2, c, D] and pages [M, 2, c, D] of one dtype, got "
             f"{window.dtype} {window.shape} and {pages.dtype} {pages.shape}"
         )
     if target.shape != pages.shape[:1] or target.dtype != jnp.int32:
@@ -76,7 +76,7 @@ def write_pages(
     chosen = choose("page write", implementation, reason, interpret=interpret)
     if not pages.size or not window.size:
         return window
-    elements = math.prod(window.shape[3:])
+    elements = math.prod(window.shape[2:])
     rows, flat = window.reshape(-1, elements), pages.reshape(-1, elements)
     if tuning is None:
         tuning = WriteTuning.default(elements * window.dtype.itemsize)

@@ -1,0 +1,175 @@
+"""What was measured once per model: how much each window size saves, per layer and head.
+
+A JSON file, versioned and keyed by everything that changes which chunks a step selects. It holds
+curves and not sizes, so that one profile serves every HBM budget (`allocation`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+VERSION: Final = 1
+LARGEST_BYTES: Final = 64 << 20
+"""A file larger than this is no profile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileKey:
+    """Of what a profile is: model digest, geometry, selection and policy; budget in tokens."""
+
+    digest: str
+    chunk_size: int
+    budget: int
+    index: str
+    group_rule: str
+    eviction: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledText:
+    """One text that a profile was made from."""
+
+    name: str
+    tokens: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Profile:
+    """Mean hits per step by window size.
+
+    Attributes:
+        key: what it is of; model: its name, for people.
+        multiples: [W] window sizes as multiples of the budget, ascending from 0.
+        hits: [L, K, W] chunks per step that a window of each size serves, mean over steps.
+        selected: chunks per step and head, mean over steps.
+        texts: what was read.
+    """
+
+    key: ProfileKey
+    model: str
+    multiples: tuple[float, ...]
+    hits: npt.NDArray[np.float64]
+    selected: float
+    texts: tuple[ProfiledText, ...]
+
+    def __post_init__(self) -> None:
+        if self.hits.ndim != 3 or not self.hits.size or self.hits.shape[2] != len(self.multiples):
+            raise ValueError(
+                f"hits must be [layers, kv_heads, {len(self.multiples)}], got "
+                f"{list(self.hits.shape)}"
+            )
+        if not np.isfinite(self.hits).all() or self.hits.min() < 0:
+            raise ValueError("hits must be finite and at least 0")
+        if not np.isfinite([*self.multiples, self.selected]).all():
+            raise ValueError("multiples and selected must be finite")
+        ascending = list(self.multiples) == sorted(set(self.multiples))
+        if len(self.multiples) < 2 or self.multiples[0] != 0 or not ascending:
+            raise ValueError(f"multiples must ascend from 0, got {self.multiples}")
+
+    def require(self, key: ProfileKey, path: str | os.PathLike[str]) -> None:
+        """ValueError, saying what differs, when the profile is not for ``key``."""
+        if not key.digest:
+            raise ValueError(
+                f"window profile {path}: the model has no digest to know it by; load it from files"
+            )
+        for field in dataclasses.fields(ProfileKey):
+            mine, wanted = getattr(self.key, field.name), getattr(key, field.name)
+            if mine != wanted:
+                raise ValueError(
+                    f"window profile {path} is for {field.name} {mine}, this run has {wanted}: "
+                    "make one with python -m kvdrive_jax.profile record"
+                )
+
+
+def merge(profiles: Sequence[Profile]) -> Profile:
+    """One profile of several with the same key, each weighted by its steps."""
+    first = profiles[0]
+    for other in profiles[1:]:
+        if (other.key, other.multiples, other.hits.shape) != (
+            first.key,
+            first.multiples,
+            first.hits.shape,
+        ):
+            raise ValueError(f"profiles must be of one key, got {first.key} and {other.key}")
+    weights = [sum(text.steps for text in profile.texts) for profile in profiles]
+    return dataclasses.replace(
+        first,
+        hits=np.average([profile.hits for profile in profiles], axis=0, weights=weights),
+        selected=float(np.average([profile.selected for profile in profiles], weights=weights)),
+        texts=tuple(text for profile in profiles for text in profile.texts),
+    )
+
+
+def profile_path(key: ProfileKey) -> str:
+    """The default place of a profile: under ``XDG_CACHE_HOME``, else under ``~/.cache``."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    text = json.dumps([VERSION, asdict(key)], sort_keys=True).encode()
+    name = hashlib.blake2b(text, digest_size=16).hexdigest()
+    return os.path.join(root, "kvdrive_jax", "profiles", f"{name}.json")
+
+
+def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """In one piece: what was there before stays until the new file is complete."""
+    values = {"version": VERSION, **asdict(profile)}
+    values["hits"] = profile.hits.tolist()
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(values, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_profile(path: str | os.PathLike[str]) -> Profile:
+    """The profile of a file. Raises ValueError, naming it, for one that is none."""
+    try:
+        size = os.path.getsize(path)
+        if size > LARGEST_BYTES:
+            raise ValueError(f"{size:,} bytes are more than {LARGEST_BYTES:,}")
+        return _parse(json.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ValueError(f"window profile {path}: {error.strerror}") from error
+    except KeyError as error:
+        raise ValueError(f"window profile {path} has no {error}") from error
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"window profile {path} cannot be used: {error}") from error
+
+
+def _parse(values: Any) -> Profile:
+    if not isinstance(values, dict) or values.get("version") != VERSION:
+        found = values.get("version") if isinstance(values, dict) else None
+        raise ValueError(f"its version must be {VERSION}, got {found!r}")
+    return Profile(
+        key=_typed(ProfileKey, values["key"]),
+        model=str(values["model"]),
+        multiples=tuple(float(multiple) for multiple in values["multiples"]),
+        hits=np.array(values["hits"], np.float64),
+        selected=float(values["selected"]),
+        texts=tuple(_typed(ProfiledText, text) for text in values["texts"]),
+    )
+
+
+def _typed(cls: Any, values: Any) -> Any:
+    """``cls(**values)`` with the types its fields have."""
+    kinds = {"int": int, "str": str}
+    for field in dataclasses.fields(cls):
+        value = values[field.name]
+        if not isinstance(value, kinds[str(field.type)]) or isinstance(value, bool):
+            raise ValueError(f"{field.name} must be {field.type}, got {value!r}")
+    return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
