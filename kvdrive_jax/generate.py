@@ -102,10 +102,14 @@ class Run:
                 self._write_line(output, prompt, error=prompt.error)
             if not self.good:
                 return FAILED
+            plan = None
             if self.generate.input_jsonl is None:  # else each group of lines is checked alone
-                self._plan().require()  # before the weights are loaded
+                plan = self._plan()
+                plan.require()  # before the weights are loaded
             with self._engine() as engine:
                 self.say(engine.config_line())
+                if plan is not None and plan.method != "full":
+                    self.say(plan.window_line())
                 self._start_recording()
                 try:
                     if self.generate.input_jsonl is None:

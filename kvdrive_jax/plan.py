@@ -112,18 +112,25 @@ class Plan:
             return "raise --dram-budget, or give --ssd-dir"
         return "raise --ssd-budget, or give an --ssd-dir with more space"
 
+    def window_line(self) -> str:
+        """The windows for people: how large, and where their sizes come from."""
+        if self.layout is None:
+            return f"a slot for every chunk ({self.how})"
+        low = min(min(row) for row in self.layout.slots)
+        high = self.layout.largest
+        slots = f"{high:,}" if low == high else f"{low:,} to {high:,}"
+        return f"window x{self.window:.3g}, {slots} slots per (layer, kv head) ({self.how})"
+
     def table(self) -> str:
         """The plan for people: every account, the sums and the budgets, and whether it fits."""
         shape = self.shape
-        where = "everything in HBM" if self.resident else f"window x{self.window:.3g} ({self.how})"
         head = [
             f"plan: {self.method}, {shape.batch} session(s) of {_spread(shape.prompt_tokens)} "
             f"prompt tokens + {shape.max_new_tokens} new",
         ]
         if self.method != "full":
             head.append(
-                f"selection {shape.selected} chunks per kv head and step, {where}, "
-                f"at most {self.window_slots} slots per (session, layer, kv head)"
+                f"selection {shape.selected} chunks per kv head and step, {self.window_line()}"
             )
         rows = []
         for tier in TIERS:

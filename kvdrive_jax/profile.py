@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdrive_jax.cli_options import add_flags
 from kvdrive_jax.config import (
+    FIXED_WINDOWS,
     KVDriveConfig,
     RetrievalConfig,
     TierConfig,
@@ -46,6 +47,8 @@ def record(options: argparse.Namespace) -> int:
     from kvdrive_jax.window.trace import write_traces
 
     config = _config(options)
+    if config.window.eviction in FIXED_WINDOWS:
+        raise ValueError(f"eviction {config.window.eviction} has one window size: none to profile")
     traces: list[Trace] = []
     with Engine.from_pretrained(options.model, config, quiet=options.quiet) as engine:
         _say(options, engine.config_line())
@@ -87,7 +90,9 @@ def replay(options: argparse.Namespace) -> int:
     print("text\tpolicy\twindow\thit rate\tbytes per step")
     for trace in _read(options.files, options.budget):
         for policy in options.eviction:
-            for multiple in options.window:
+            # Policies that are a window of one size have no other.
+            sizes = [FIXED_WINDOWS[policy]] if policy in FIXED_WINDOWS else options.window
+            for multiple in sizes:
                 slots = slots_of(multiple, trace.info.selected)
                 layout = WindowLayout.uniform(
                     trace.layers, trace.kv_heads, slots, trace.info.selected
@@ -285,7 +290,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     making = commands.add_parser("make", parents=[output, traces], help="a profile from traces")
     making.set_defaults(run=make)
-    making.add_argument("--eviction", choices=tuple(POLICIES), default=WindowConfig().eviction)
+    making.add_argument(
+        "--eviction",
+        choices=tuple(name for name in POLICIES if name not in FIXED_WINDOWS),
+        default=WindowConfig().eviction,
+    )
     return parser
 
 

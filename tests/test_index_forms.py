@@ -239,3 +239,11 @@ def test_bad_shapes_and_sizes_are_refused() -> None:
     index = form.empty(1, 2, 64, 8, 8)
     with pytest.raises(ValueError, match=r"queries must be \[B, G \* 2, 64\]"):
         form.scores(index, jnp.zeros((1, 3, 64)), jnp.array([0]), "mean")
+
+
+@pytest.mark.parametrize("bits", ["bf16", "8", "4", "2"])
+@pytest.mark.parametrize("name", ["chunks", "bounds", "moments"])
+def test_an_empty_index_can_be_donated(name: str, bits: str) -> None:
+    """No array is there twice."""
+    index = make_form(f"{name}:{bits}").empty(1, 1, 16, 8, 8)
+    jax.block_until_ready(jax.jit(lambda index: index, donate_argnums=0)(index))

@@ -85,6 +85,7 @@ def assert_same(got: Partial, expected: Partial, v: np.ndarray, dtype: str) -> N
 
 
 pages_reference = jax.jit(reference.attend_pages)
+one_by_one = jax.jit(reference.attend)
 rows_reference = jax.jit(reference.attend_rows)
 weighted_reference = jax.jit(reference.attend_weighted)
 
@@ -133,6 +134,29 @@ def test_pages(shape: tuple[Any, ...], kind: str, chosen: str, seed: int) -> Non
     window[~used] = 0
     expected = pages_reference(*wide(q, window), ids)
     assert_same(pages_kernel(q, poisoned, ids), expected, window, dtype)
+
+
+@EXAMPLES
+@given(st.lists(st.integers(0, 6), min_size=3, max_size=3), st.integers(0, 2**32 - 1))
+def test_heads_own_different_numbers_of_rows(sizes: list[int], seed: int) -> None:
+    """Rows anywhere in one pool: as if each head had a window of its own."""
+    batch, group, dim, chunk, most = 2, 2, 64, 3, 6
+    kv_heads, pool = len(sizes), most * len(sizes)
+    rng = np.random.default_rng(seed)
+    q = numbers("normal", rng, (batch, kv_heads * group, dim), "float32")
+    window = numbers("normal", rng, (batch, pool, 2, chunk, dim), "float32")
+    own = np.zeros((batch, kv_heads, most, 2, chunk, dim), np.float32)
+    slots = np.full((batch, kv_heads, most), -1, np.int32)
+    for b in range(batch):
+        rows = np.split(rng.permutation(pool), np.cumsum(sizes))
+        for h, size in enumerate(sizes):
+            own[b, h, :size] = window[b, rows[h]]
+            slots[b, h, rng.permutation(most)[:size]] = rows[h]
+    k, v = (own[:, :, :, i].reshape(batch, kv_heads, most * chunk, dim) for i in range(2))
+    valid = np.arange(most * chunk) < np.asarray(sizes)[:, None] * chunk
+    expected = one_by_one(q, k, v, valid[None])
+    for attend in (pages_kernel, pages_reference):
+        assert_same(attend(q, window, slots), expected, v, "float32")
 
 
 @EXAMPLES
@@ -340,6 +364,9 @@ def test_shapes_that_do_not_fit() -> None:
         attention.attend_weighted(q, k, k, jnp.zeros((1, 2, 7)))
     with pytest.raises(ValueError, match="window must be"):
         attention.attend_pages(q, window[:, :, 0], slots)
+    huge = jax.ShapeDtypeStruct((1, 2**28, 2, 4, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="at most 2147483647 keys and values R 2 c per session"):
+        jax.eval_shape(attention.attend_pages, q, huge, slots)
     with pytest.raises(ValueError, match=r"slots must be .* int32"):
         attention.attend_pages(q, window, slots.astype(jnp.float32))
     with pytest.raises(ValueError, match="slots must be of 2 kv heads"):

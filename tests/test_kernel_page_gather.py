@@ -173,6 +173,9 @@ def test_refuses_what_does_not_fit():
         gather_pages(window, source.astype(jnp.bfloat16), missing, first)
     with pytest.raises(ValueError, match="missing must be int32"):
         gather_pages(window, source, missing[0], first)
+    huge = jax.ShapeDtypeStruct((1, 2**31 - 1, *window.shape[2:]), window.dtype)
+    with pytest.raises(ValueError, match="at most 2147483646 rows B R with 1 entries"):
+        jax.eval_shape(gather_pages, huge, source, missing, first)
     with pytest.raises(ValueError, match="first must be int32"):
         gather_pages(window, source, missing, first[0])
     with pytest.raises(ValueError, match="table must be int32"):

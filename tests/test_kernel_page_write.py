@@ -114,6 +114,17 @@ def test_refuses_what_does_not_fit():
         WriteTuning(pages_per_program=0)
 
 
+def test_as_many_rows_as_int32_counts():
+    page, at = jnp.ones((5, 2, 1, 16), jnp.bfloat16), jnp.zeros(5, jnp.int32)
+    for rows, fits in ((2**31 - 6, True), (2**31 - 5, False)):
+        window = jax.ShapeDtypeStruct((1, rows, *page.shape[1:]), page.dtype)
+        if fits:
+            assert jax.eval_shape(write_pages, window, page, at) == window
+        else:
+            with pytest.raises(ValueError, match="at most 2147483642 rows B R with 5 entries"):
+                jax.eval_shape(write_pages, window, page, at)
+
+
 @pytest.mark.parametrize("size", [1, 96, 160, 640, 768, 1024, 2400, 4096])
 def test_spans_cover_a_row_once(size):
     covered = [i for start, length in spans(size) for i in range(start, start + length)]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvdrive_jax.window import directory as directories
-from kvdrive_jax.window import eviction
+from kvdrive_jax.window import eviction, warm
 from kvdrive_jax.window.directory import Directory
 
 place = jax.jit(directories.place, donate_argnums=0)
@@ -209,3 +209,108 @@ def test_bad_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="fifo, last-step, none; got 'mru'"):
         eviction.policy("mru")
     assert eviction.policy("lookahead") is eviction.lookahead
+
+
+class Remembered:
+    """What a policy may know, of one (session, kv head), in plain Python."""
+
+    def __init__(self, slots: int) -> None:
+        self.entered = dict.fromkeys(range(slots), -1)
+        self.used = dict.fromkeys(range(slots), -1)
+        self.uses = dict.fromkeys(range(slots), 0)
+        self.standing: dict[int, float] = {}
+
+    def priority(self, eviction: str, slot: int, chunk: int, score: float) -> float:
+        if eviction == "smoothed":
+            return 0.5 * self.standing[chunk] + 0.5 * score
+        values = {"lookahead": score, "lru": self.used[slot], "lfu": self.uses[slot]}
+        return float(values.get(eviction, self.entered[slot]))
+
+
+@pytest.mark.parametrize("eviction_name", ["smoothed", "lookahead", "lru", "lfu", "fifo"])
+def test_policies_equal_a_plain_model(eviction_name: str) -> None:
+    """Over many steps, with a kv head that keeps nothing, and a session that begins anew."""
+    heads, chunks, slots, count = 3, 23, 9, 4
+    capacity, keeps = [9, 6, 4], [True, True, False]
+    directory = directories.empty_directory(
+        1, heads, chunks, slots, capacity, keeps, smooths=eviction.smooths(eviction_name)
+    )
+
+    @jax.jit
+    def step(directory: Directory, ids: jax.Array, scores: jax.Array) -> Any:
+        directory = directories.observe(directory, scores, ids)
+        priority = eviction.policy(eviction_name)(directory, scores)
+        return directories.place(directory, ids, priority)
+
+    rng = np.random.default_rng(8)
+    models = [Model(slots, size) for size in capacity]
+    memories = [Remembered(slots) for _ in range(heads)]
+    for number in range(300):
+        if number == 150:
+            directory = clear_row(directory, 0)
+            models = [Model(slots, size) for size in capacity]
+            memories = [Remembered(slots) for _ in range(heads)]
+        # Few distinct scores: ties go to the lowest slot.
+        scores = rng.integers(-3, 4, (1, heads, chunks)).astype(np.float32) / 4
+        ids = np.argsort(-scores, axis=-1, kind="stable")[..., :count].astype(np.int32)
+        directory, where, miss = step(directory, jnp.asarray(ids), jnp.asarray(scores))
+        held = np.asarray(directory.chunk_of_slot)[0]
+        for k in range(heads):
+            memory, model, chosen = memories[k], models[k], ids[0, k].tolist()
+            for chunk in range(chunks):
+                now = float(scores[0, k, chunk]) + 6.0 * (chunk in chosen)
+                before = memory.standing.get(chunk)
+                memory.standing[chunk] = now if before is None else 0.9 * before + 0.1 * now
+            before_slots = list(model.slots)
+            priority = [
+                memory.priority(eviction_name, s, c, float(scores[0, k, c])) if c >= 0 else 0.0
+                for s, c in enumerate(before_slots)
+            ]
+            free = {s for s, c in enumerate(before_slots[: capacity[k]]) if c not in chosen}
+            _, missed = model.place(chosen, priority)
+            assert np.asarray(miss)[0, k].tolist() == missed
+            if not keeps[k]:
+                model.slots = [-1] * slots
+                assert sorted(np.asarray(where)[0, k].tolist()) == list(range(count))
+                assert (held[k] == -1).all()
+                continue
+            evicted = {s for s in free if model.slots[s] != before_slots[s]}
+            if eviction_name == "smoothed" and len(set(priority)) < len(priority):
+                # Sums in float32 may break ties that are ties in float64: any of them will do.
+                assert len({s for s in free if held[k, s] != before_slots[s]}) == len(evicted)
+            else:
+                assert {s for s in free if held[k, s] != before_slots[s]} == evicted
+            model.slots = held[k].tolist()
+            for slot, chunk in enumerate(model.slots):
+                if chunk != before_slots[slot]:
+                    memory.entered[slot], memory.uses[slot] = number, 0
+                if chunk in chosen:
+                    memory.used[slot], memory.uses[slot] = number, memory.uses[slot] + 1
+    check_maps(directory)
+
+
+def test_slots_lie_where_the_layout_says() -> None:
+    directory = directories.empty_directory(2, 3, 9, 4, [4, 2, 3], [True, False, True], [7, 0, 11])
+    ids = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (2, 3, 2))
+    directory, slots, _ = place(directory, ids, jnp.zeros((2, 3, 4)))
+    rows = np.asarray(directories.pool_rows(directory, slots))
+    assert [sorted(row) for row in rows[1].tolist()] == [[7, 8], [0, 1], [11, 12]]
+    held, chunks = directories.held_slots(directory, slots, ids)
+    assert sorted(np.asarray(chunks)[0, 1].tolist()) == [-1] * 4 + [0, 1]
+    assert sorted(np.asarray(held)[0, 1].tolist()) == [-1] * 4 + [0, 1]
+    assert sorted(np.asarray(chunks)[0, 2].tolist()) == [-1] * 4 + [0, 1]
+
+
+def test_warm_windows_hold_the_best_and_the_least_of_them_goes_first() -> None:
+    importance = jnp.array([[5.0, 1.0, 4.0, 4.0, 9.0], [1.0, 2.0, 3.0, 0.0, 7.0]])
+    ranked = warm.rank_chunks(importance, jnp.int32(4), 5)
+    assert ranked.tolist() == [[0, 2, 3, 1, -1], [2, 1, 0, 3, -1]]
+    slots = warm.warm_slots(ranked, jnp.array([3, 5]), 5)
+    assert slots.tolist() == [[3, 2, 0, -1, -1], [-1, 3, 0, 1, 2]]
+    directory = directories.empty_directory(1, 2, 5, 5, [3, 5])
+    directory = directories.insert_row(directory, 0, slots)
+    # Without history everything ties: the lowest slot, and empty ones before it.
+    ids = jnp.full((1, 2, 1), 4, jnp.int32)
+    directory, where, _ = place(directory, ids, eviction.lru(directory, jnp.zeros((1, 2, 5))))
+    assert np.asarray(where).tolist() == [[[0], [0]]]
+    check_maps(directory)

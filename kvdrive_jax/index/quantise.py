@@ -71,9 +71,12 @@ class PlaneSpec:
         """Room for `chunks` vectors of each of B sessions."""
         lead = (batch, kv_heads)
         if self.bits == 16:
-            none = jnp.zeros((*lead, 0), jnp.float32)
             codes = jnp.zeros((*lead, channels, chunks), jnp.bfloat16)
-            return Plane(codes, none.astype(jnp.bfloat16), none, none)
+            # An array of its own for each: one that is there twice cannot be donated.
+            scale, low, high = (
+                jnp.zeros((*lead, 0), dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float32)
+            )
+            return Plane(codes, scale, low, high)
         return Plane(
             jnp.zeros((*lead, word_count(channels, self.bits), chunks), jnp.uint32),
             jnp.zeros((*lead, chunks), jnp.bfloat16),

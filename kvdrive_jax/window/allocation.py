@@ -23,8 +23,9 @@ import numpy.typing as npt
 
 from kvdrive_jax.window.layout import WindowLayout
 
-MULTIPLES: Final = (0.0, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Window sizes that are measured and tried, in multiples of the budget."""
+MULTIPLES: Final = (0.0, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
+"""Window sizes that are measured and tried, in multiples of the budget. Fine steps save more: with
+half of these sizes, half as much at x2 (`benchmarks.windows fig15`)."""
 
 Hits = npt.NDArray[np.float64]
 """[heads, sizes] chunks served per step; heads are all (layer, kv head), layer by layer."""

@@ -10,7 +10,8 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -73,9 +74,20 @@ class Profile:
             raise ValueError("hits must be finite and at least 0")
         if not np.isfinite([*self.multiples, self.selected]).all():
             raise ValueError("multiples and selected must be finite")
+        if self.selected <= 0:
+            raise ValueError(f"selected must be above 0, got {self.selected}")
         ascending = list(self.multiples) == sorted(set(self.multiples))
         if len(self.multiples) < 2 or self.multiples[0] != 0 or not ascending:
             raise ValueError(f"multiples must ascend from 0, got {self.multiples}")
+        if self.multiples[1] < 1:
+            raise ValueError(f"multiples must be 0 or at least 1, got {self.multiples[1]}")
+        if not self.texts:
+            raise ValueError("texts must name at least one text, got none")
+        for text in self.texts:
+            if text.tokens < 0 or text.steps < 1:
+                raise ValueError(
+                    f"texts must have tokens of at least 0 and steps of at least 1, got {text}"
+                )
 
     def require(self, key: ProfileKey, path: str | os.PathLike[str]) -> None:
         """ValueError, saying what differs, when the profile is not for ``key``."""
@@ -94,6 +106,8 @@ class Profile:
 
 def merge(profiles: Sequence[Profile]) -> Profile:
     """One profile of several with the same key, each weighted by its steps."""
+    if not profiles:
+        raise ValueError("there is no profile to merge")
     first = profiles[0]
     for other in profiles[1:]:
         if (other.key, other.multiples, other.hits.shape) != (
@@ -101,7 +115,10 @@ def merge(profiles: Sequence[Profile]) -> Profile:
             first.multiples,
             first.hits.shape,
         ):
-            raise ValueError(f"profiles must be of one key, got {first.key} and {other.key}")
+            raise ValueError(
+                "profiles must be of one key, the same multiples and the same layers and heads, "
+                f"got {_form(first)} and {_form(other)}"
+            )
     weights = [sum(text.steps for text in profile.texts) for profile in profiles]
     return dataclasses.replace(
         first,
@@ -139,10 +156,12 @@ def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
 def read_profile(path: str | os.PathLike[str]) -> Profile:
     """The profile of a file. Raises ValueError, naming it, for one that is none."""
     try:
-        size = os.path.getsize(path)
-        if size > LARGEST_BYTES:
-            raise ValueError(f"{size:,} bytes are more than {LARGEST_BYTES:,}")
-        return _parse(json.loads(Path(path).read_text(encoding="utf-8")))
+        # Read no further than the limit: the size of a pipe or device is not known before.
+        with open(path, "rb") as file:
+            content = file.read(LARGEST_BYTES + 1)
+        if len(content) > LARGEST_BYTES:
+            raise ValueError(f"its bytes are more than {LARGEST_BYTES:,}")
+        return _parse(json.loads(content.decode("utf-8")))
     except OSError as error:
         raise ValueError(f"window profile {path}: {error.strerror}") from error
     except KeyError as error:
@@ -151,25 +170,59 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
         raise ValueError(f"window profile {path} cannot be used: {error}") from error
 
 
+def _form(profile: Profile) -> str:
+    return f"{profile.key}, multiples {profile.multiples}, hits {list(profile.hits.shape)}"
+
+
 def _parse(values: Any) -> Profile:
-    if not isinstance(values, dict) or values.get("version") != VERSION:
-        found = values.get("version") if isinstance(values, dict) else None
-        raise ValueError(f"its version must be {VERSION}, got {found!r}")
+    version = values.get("version") if isinstance(values, dict) else None
+    if type(version) is not int or version != VERSION:
+        raise ValueError(f"its version must be {VERSION}, got {version!r}")
     return Profile(
-        key=_typed(ProfileKey, values["key"]),
-        model=str(values["model"]),
-        multiples=tuple(float(multiple) for multiple in values["multiples"]),
-        hits=np.array(values["hits"], np.float64),
-        selected=float(values["selected"]),
-        texts=tuple(_typed(ProfiledText, text) for text in values["texts"]),
+        key=_typed(ProfileKey, values["key"], "key"),
+        model=_of(str, values["model"], "model"),
+        multiples=tuple(
+            _number(n, "multiples") for n in _of(list, values["multiples"], "multiples")
+        ),
+        hits=_curves(values["hits"]),
+        selected=_number(values["selected"], "selected"),
+        texts=tuple(
+            _typed(ProfiledText, text, "texts") for text in _of(list, values["texts"], "texts")
+        ),
     )
 
 
-def _typed(cls: Any, values: Any) -> Any:
+def _curves(values: Any) -> npt.NDArray[np.float64]:
+    """NumPy alone would take strings, true and false for numbers."""
+    for value in _leaves(values):
+        _number(value, "hits")
+    return np.array(values, np.float64)
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    if isinstance(values, list):
+        for value in values:
+            yield from _leaves(value)
+    else:
+        yield values
+
+
+def _typed(cls: Any, values: Any, where: str) -> Any:
     """``cls(**values)`` with the types its fields have."""
     kinds = {"int": int, "str": str}
-    for field in dataclasses.fields(cls):
-        value = values[field.name]
-        if not isinstance(value, kinds[str(field.type)]) or isinstance(value, bool):
-            raise ValueError(f"{field.name} must be {field.type}, got {value!r}")
-    return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+    table = _of(dict, values, where)
+    fields = dataclasses.fields(cls)
+    return cls(**{f.name: _of(kinds[str(f.type)], table[f.name], f.name) for f in fields})
+
+
+def _number(value: Any, name: str) -> float:
+    return float(_of((int, float), value, name))
+
+
+def _of(kind: Any, value: Any, name: str) -> Any:
+    """``value`` if it is of a JSON kind; true and false are no numbers."""
+    if isinstance(value, kind) and not isinstance(value, bool):
+        return value
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    expected = " or ".join(one.__name__ for one in kinds)
+    raise ValueError(f"{name} must be {expected}, got {reprlib.repr(value)}")

@@ -73,7 +73,7 @@ def choose_layout(
         profile = read_profile(path) if os.path.exists(path) else None
         if profile is not None:
             profile.require(key, path)
-    if largest is None or profile is None:
+    if largest is None or profile is None or largest.mean_multiple >= profile.multiples[-1]:
         return largest or shape.uniform(0.0), "the largest that fits"
     rows = largest.rows
     layout = profile_layout(profile, shape, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ from kvdrive_jax.pallas.common import Implementation
 
 # Query heads of one kv head that fit one tile.
 LARGEST_GROUP = 64
+# Keys and values of one session in the window: their places are int32. (Bytes are not: offsets
+# into arrays of more than 4 GiB are 64-bit.)
+LARGEST_WINDOW = 2**31 - 1
 
 
 def why_not_decode(
@@ -260,6 +264,11 @@ def _check_queries(q: jax.Array, kv_heads: int, dim: int, batch: int) -> None:
 def _check_pages(q: jax.Array, window: jax.Array, slots: jax.Array) -> None:
     if window.ndim != 5 or window.shape[2] != 2:
         raise ValueError(f"window must be [B, R, 2, c, D], got {window.shape}")
+    if math.prod(window.shape[1:4]) > LARGEST_WINDOW:
+        raise ValueError(
+            f"window must have at most {LARGEST_WINDOW} keys and values R 2 c per session, "
+            f"got {window.shape}"
+        )
     if slots.ndim != 3 or slots.shape[0] != window.shape[0] or slots.dtype != jnp.int32:
         raise ValueError(
             f"slots must be [{window.shape[0]}, K, P] int32, got {slots.shape} {slots.dtype}"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from kvdrive_jax.pallas.common import Implementation, choose, why_not_triton
 from kvdrive_jax.pallas.page_gather import reference, triton
+from kvdrive_jax.pallas.page_write.api import require_int32_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +130,7 @@ def _check(
             f"missing must be int32 {(2, window.shape[0], 'K', 'P')}, got {missing.dtype} "
             f"{missing.shape}"
         )
+    require_int32_rows(window, math.prod(missing.shape[1:]))
     rows = missing.shape[1:3]
     if first.shape != rows or first.dtype != jnp.int32:
         raise ValueError(f"first must be int32 {rows}, got {first.dtype} {first.shape}")

@@ -34,6 +34,19 @@ def why_not(dtype: Any) -> str | None:
     return why_not_triton(dtype)
 
 
+def require_int32_rows(window: jax.Array, entries: int) -> None:
+    """Raises ValueError unless rows are int32: B R of them, and `entries` places past them.
+
+    The specification sends entries without a page to such places. Bytes have no such limit: offsets
+    into arrays of more than 4 GiB are 64-bit.
+    """
+    most = 2**31 - 1 - entries
+    if math.prod(window.shape[:2]) > most:
+        raise ValueError(
+            f"window must have at most {most} rows B R with {entries} entries, got {window.shape}"
+        )
+
+
 def write_pages(
     window: jax.Array,
     pages: jax.Array,
@@ -72,6 +85,7 @@ def write_pages(
         raise ValueError(
             f"target must be int32 {pages.shape[:1]}, got {target.dtype} {target.shape}"
         )
+    require_int32_rows(window, len(pages))
     reason = None if interpret else why_not(window.dtype)
     chosen = choose("page write", implementation, reason, interpret=interpret)
     if not pages.size or not window.size:
