@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvdrive_jax.checks import index_form
 from kvdrive_jax.config import KVDriveConfig, RetrievalConfig
 from kvdrive_jax.index.chunks import chunk_count
 from kvdrive_jax.index.form import IndexForm
 from kvdrive_jax.index.two_level import SPAN
 from kvdrive_jax.models.config import ModelConfig
-from kvdrive_jax.plan import index_form
 
 ITEM = 2
 """Bytes of a weight, an activation, a key or a value: bfloat16."""

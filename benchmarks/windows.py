@@ -6,6 +6,7 @@
     python -m benchmarks.windows fig15      windows by layer and head against uniform ones
     python -m benchmarks.windows table3     policies under the selection rules of four systems
     python -m benchmarks.windows policies   policies over eight texts, two budgets, two sizes
+    python -m benchmarks.windows cost       time of directory and eviction by window size
     python -m benchmarks.windows all        all of them
 
 From traces of the bundled model (`window_traces.py`), recorded when they are first needed: a minute
@@ -19,17 +20,23 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import RESULTS, environment, table, write_result
 from benchmarks.window_plots import PLOTS
 from benchmarks.window_traces import DEFAULT_RULE, RULES, SKIP, STEPS, TEXTS, TOKENS, Wanted, each
+from kvdrive_jax.index.selection import select
 from kvdrive_jax.window.allocation import MULTIPLES, exact, greedy, slots_of
-from kvdrive_jax.window.eviction import POLICIES
+from kvdrive_jax.window.directory import Directory, empty_directory, observe, place
+from kvdrive_jax.window.eviction import POLICIES, policy, smooths
 from kvdrive_jax.window.layout import WindowLayout
 from kvdrive_jax.window.measure import profile_of
 from kvdrive_jax.window.profile import merge
@@ -114,7 +121,7 @@ def fig7(folder: Path) -> dict[str, Any]:
     chunk = trace.info.chunk_size
     curves: dict[str, Any] = {}
     for tokens in (256, 512):
-        count = tokens // chunk
+        count = min(tokens // chunk, trace.depth)
         depths = np.unique(np.linspace(1, min(trace.depth, 1200 // chunk), 40).astype(int))
         found = np.zeros((len(depths), trace.layers, trace.kv_heads))
         for step in range(SKIP, trace.steps - 1):
@@ -127,7 +134,7 @@ def fig7(folder: Path) -> dict[str, Any]:
         }
     for tokens, curve in curves.items():
         mean = np.array(curve["found_tokens"]).mean(axis=(1, 2))
-        at = int(np.searchsorted(curve["m_tokens"], int(tokens) * 1.25))
+        at = int(np.searchsorted(curve["m_tokens"][:-1], int(tokens) * 1.25))
         print(
             f"K = {tokens}: of the next step's best {tokens} tokens, {mean[at]:.0f} are among this "
             f"step's best {curve['m_tokens'][at]}, {mean[-1]:.0f} among {curve['m_tokens'][-1]}"
@@ -289,6 +296,66 @@ def policies(folder: Path) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def cost(folder: Path) -> dict[str, Any]:
+    """Time of look-up, policy and update of one layer, by context, policy and window size."""
+    selected, kv_heads, layers = 128, 3, 30
+    rows = []
+    for chunks in (2048, 8192):
+        for name in ("smoothed", "lookahead", "lru"):
+            for multiple in (1, 2, 4, 8):
+                seconds = _directory_seconds(name, kv_heads, chunks, selected, multiple)
+                rows.append(
+                    {
+                        "context_tokens": 4 * chunks,
+                        "eviction": name,
+                        "window": multiple,
+                        "layer_s": seconds,
+                        "step_s": layers * seconds,
+                    }
+                )
+    print(
+        table(
+            ("context, policy, window", "a layer, us", f"a step of {layers} layers, ms"),
+            [
+                (
+                    f"{row['context_tokens']:,} {row['eviction']} x{row['window']}",
+                    f"{1e6 * row['layer_s']:.0f}",
+                    f"{1e3 * row['step_s']:.1f}",
+                )
+                for row in rows
+            ],
+        )
+    )
+    return {"selected": selected, "kv_heads": kv_heads, "rows": rows}
+
+
+def _directory_seconds(
+    name: str, kv_heads: int, chunks: int, selected: int, multiple: int
+) -> float:
+    """Median of 60 steps over scores that drift; dispatch included."""
+    slots = selected * multiple
+    directory = empty_directory(1, kv_heads, chunks, slots, slots, smooths=smooths(name))
+
+    @partial(jax.jit, donate_argnames="directory")
+    def step(directory: Directory, ids: jax.Array, scores: jax.Array) -> Any:
+        directory = observe(directory, scores, ids)
+        return place(directory, ids, policy(name)(directory, scores))
+
+    rng = np.random.default_rng(0)
+    shape = (1, kv_heads, chunks)
+    base = rng.standard_normal(shape, np.float32)
+    drift = [jnp.asarray(base + 0.3 * rng.standard_normal(shape, np.float32)) for _ in range(20)]
+    n_chunks = jnp.array([chunks], jnp.int32)
+    inputs = [(select(scores, n_chunks, selected), scores) for scores in drift]
+    taken = []
+    for number in range(80):
+        start = time.perf_counter()
+        directory, slots_of_ids, miss = step(directory, *inputs[number % 20])
+        jax.block_until_ready((directory, slots_of_ids, miss))
+        taken.append(time.perf_counter() - start)
+    return float(np.median(taken[20:]))
+
+
 FIGURES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fig3": fig3,
     "fig7": fig7,
@@ -296,6 +363,7 @@ FIGURES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fig15": fig15,
     "table3": table3,
     "policies": policies,
+    "cost": cost,
 }
 
 

@@ -14,13 +14,14 @@ from typing import Any, overload
 from kvdrive_jax import compat
 from kvdrive_jax.batch import run_batch
 from kvdrive_jax.budgets import Budgets, resolve_budgets
+from kvdrive_jax.checks import check_config, check_length
 from kvdrive_jax.config import KVDriveConfig, format_size
 from kvdrive_jax.methods.base import Tools
 from kvdrive_jax.models.model import Model
 from kvdrive_jax.models.tokenizer import Tokenizer
 from kvdrive_jax.models.weights import describe_pretrained, load_pretrained
 from kvdrive_jax.pipeline.recorder import TraceRecorder
-from kvdrive_jax.plan import Plan, check_config, check_length, plan_batch
+from kvdrive_jax.plan import Plan, plan_batch
 from kvdrive_jax.report import RunReport
 from kvdrive_jax.sampling import SamplingConfig
 from kvdrive_jax.session import Generation, Session, StreamEvent

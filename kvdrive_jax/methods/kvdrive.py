@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvdrive_jax.checks import layout_form
 from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
 from kvdrive_jax.pipeline.direct import DirectFetcher, choose_fetch, committed
@@ -46,12 +47,11 @@ from kvdrive_jax.pipeline.stages import (
     resident_layer,
     select_stage,
 )
-from kvdrive_jax.plan import WORKERS, Plan, layout_form
+from kvdrive_jax.plan import WORKERS, Plan
 from kvdrive_jax.tiers.pages import PageError, PageGeometry
 from kvdrive_jax.tiers.store import PageStore, SessionPages
 from kvdrive_jax.window.directory import Directory, empty_directory
 from kvdrive_jax.window.eviction import smooths
-from kvdrive_jax.window.trace import TraceInfo
 
 HBM_ACCOUNTS = ("index", "sink, local and recent", "windows", "directory", "fetched pages")
 
@@ -104,7 +104,12 @@ class KVDrive(BatchMethod):
         self._tokens: list[Token] = []
         self._ranked: list[Ranked | None] = []
         if self._recorder is not None:
-            self._recorder.begin([self._trace_info(row) for row in range(shape.batch)])
+            self._recorder.begin(
+                shape,
+                retrieval,
+                digest=model.digest,
+                page_bytes=page_geometry(tools).page_bytes,
+            )
         try:
             for name in HBM_ACCOUNTS:
                 tools.ledger.reserve("hbm", name, plan.bytes_of("hbm", name))
@@ -152,22 +157,6 @@ class KVDrive(BatchMethod):
         if isinstance(self._fetcher, DirectFetcher):
             self._near, self._window = committed((self._near, self._window))
             self._index, self._directory = committed((self._index, self._directory))
-
-    def _trace_info(self, row: int) -> TraceInfo:
-        assert self._recorder is not None
-        retrieval, shape = self.tools.config.retrieval, self.plan.shape
-        return TraceInfo(
-            model=self._recorder.model,
-            digest=self.tools.model.digest,
-            text=f"prompt {row}",
-            prompt_tokens=shape.prompt_tokens[row],
-            chunk_size=retrieval.chunk_size,
-            selected=shape.selected,
-            chunk_capacity=shape.chunk_capacity,
-            page_bytes=page_geometry(self.tools).page_bytes,
-            index=retrieval.index,
-            group_rule=retrieval.group_rule,
-        )
 
     def _open_tiers(self) -> None:
         tools, plan = self.tools, self.plan

@@ -13,13 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvdrive_jax.config import RetrievalConfig
 from kvdrive_jax.pipeline.stages import Ranked
 from kvdrive_jax.shapes import BatchShape
 from kvdrive_jax.window.trace import Trace, TraceInfo
 from kvdrive_jax.window.warm import rank_chunks
-
-CANDIDATES = 1.25
-"""M, as a multiple of the budget, of lookahead (paper table 3)."""
 
 rank = jax.jit(rank_chunks, static_argnames="count")
 
@@ -34,7 +32,7 @@ class TraceRecorder:
     def __init__(self, model: str, multiple: float = math.inf) -> None:
         if not multiple >= 1:
             raise ValueError(f"trace_depth must be at least 1 budget, got {multiple}")
-        self.model = model
+        self._model = model
         self._multiple = multiple
         self._traces: list[Trace] = []
         self._infos: list[TraceInfo] = []
@@ -46,10 +44,26 @@ class TraceRecorder:
         """M of a batch."""
         return math.ceil(min(shape.chunk_capacity, self._multiple * shape.selected))
 
-    def begin(self, infos: Sequence[TraceInfo]) -> None:
+    def begin(
+        self, shape: BatchShape, retrieval: RetrievalConfig, *, digest: str, page_bytes: int
+    ) -> None:
         """A batch of sessions begins; what is told until `end` is theirs, by row."""
-        self._infos = list(infos)
-        self._warm, self._ids, self._scores = ([[] for _ in infos] for _ in range(3))
+        self._infos = [
+            TraceInfo(
+                model=self._model,
+                digest=digest,
+                text=f"prompt {row}",
+                prompt_tokens=tokens,
+                chunk_size=retrieval.chunk_size,
+                selected=shape.selected,
+                chunk_capacity=shape.chunk_capacity,
+                page_bytes=page_bytes,
+                index=retrieval.index,
+                group_rule=retrieval.group_rule,
+            )
+            for row, tokens in enumerate(shape.prompt_tokens)
+        ]
+        self._warm, self._ids, self._scores = ([[] for _ in self._infos] for _ in range(3))
 
     def prompt(self, row: int, layer: int, importance: jax.Array, n_chunks: jax.Array) -> None:
         """Importance [K, N] of the chunks of a prompt; layers come in turn."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvdrive_jax.budgets import Budgets
+from kvdrive_jax.checks import layout_form
 from kvdrive_jax.config import KVDriveConfig, RetrievalConfig, TierConfig, WindowConfig
 from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.models.model import Model, abstract_model
@@ -21,7 +22,7 @@ from kvdrive_jax.models.presets import PRESETS
 from kvdrive_jax.models.rope import RopeConfig
 from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.stages import Near, StageSpec, Step
-from kvdrive_jax.plan import Plan, layout_form, plan_batch
+from kvdrive_jax.plan import Plan, plan_batch
 from kvdrive_jax.window.directory import Directory, empty_directory
 from kvdrive_jax.window.eviction import smooths
 
