@@ -150,5 +150,10 @@ def block_bytes(shape: Shape) -> int:
     return 512 * wide * 4
 
 
+def page_bytes(shape: Shape) -> int:
+    """One page."""
+    return 2 * _chunk_bytes(shape)
+
+
 def _chunk_bytes(shape: Shape) -> int:
     return shape.spec.chunk_size * shape.config.head_dim * 2

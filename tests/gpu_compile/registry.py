@@ -15,6 +15,7 @@ from tests.gpu_compile.cases import (
     cache_bytes,
     logits_bytes,
     near_bytes,
+    page_bytes,
     piece_bytes,
     prompt_bytes,
     scores_bytes,
@@ -100,6 +101,13 @@ def resident_scratch(shape: Shape) -> float:
     return select_scratch(shape) + compute_scratch(shape)
 
 
+def warm_scratch(shape: Shape) -> float:
+    """Scores, and the pages that a session's windows of one layer begin with."""
+    return scores_bytes(shape) + shape.config.num_kv_heads * shape.plan.window_slots * page_bytes(
+        shape
+    )
+
+
 def prompt_scratch(shape: Shape) -> float:
     """What a layer computes on a block of queries."""
     return 2 * block_bytes(shape)
@@ -109,8 +117,8 @@ def index_stages(index: str, targets: tuple[str, ...]) -> tuple[Case, ...]:
     """The stages that an index takes part in."""
     more: dict[str, Any] = {"index": index, "targets": targets}
     return (
-        Case(f"select {index}", stages.select, select_scratch, 24, pallas=3, **more),
-        Case(f"resident {index}", stages.resident, resident_scratch, 21, pallas=5, **more),
+        Case(f"select {index}", stages.select, select_scratch, 32, pallas=3, **more),
+        Case(f"resident {index}", stages.resident, resident_scratch, 22, pallas=5, **more),
         Case(f"flush {index}", stages.flush, lambda s: 3 * near_bytes(s), 32, **more),
         Case(f"take apart {index}", stages.take_apart, prompt_bytes, 96, pallas=2, **more),
         Case(f"insert {index}", stages.insert, piece_bytes, 13, **more),
@@ -129,7 +137,7 @@ STAGES = (
     *index_stages("clusters", ONE),
     stage("select clusters, rest by clusters", stages.select, select_scratch, 40, 3,
           estimate="clusters", targets=ONE),
-    stage("select moments:4, one span in four", stages.select, select_scratch, 40, 3,
+    stage("select moments:4, one span in four", stages.select, select_scratch, 48, 3,
           index="moments:4", scan_one_in=4, targets=ONE),
     stage("compute", stages.compute, compute_scratch, 11, 2, others=True),
     stage("write", stages.write, none, 1, 1),
@@ -137,7 +145,7 @@ STAGES = (
     stage("grow", stages.grow, none, 1),
     stage("append", stages.append, none, 64),
     stage("insert pages", stages.insert_pages, none, 1),
-    stage("warm", stages.warm, scores_bytes, 16, sorts=1),
+    stage("warm", stages.warm, warm_scratch, 26, sorts=1),
     stage("prompt layer", stages.prompt_layer, prompt_scratch, 23, 1),
     stage("full layer", stages.full_layer, full_scratch, 15, 2),
     stage("embed", stages.embed, none, 1),
