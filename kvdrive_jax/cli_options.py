@@ -293,7 +293,14 @@ def _metavar(name: str) -> str:
         return "FILE"
     if name.endswith("_dir"):
         return "DIR"
-    return {"model": "MODEL", "budget": "N", "index": "NAME[:BITS]"}.get(name, "SIZE")
+    known = {
+        "model": "MODEL",
+        "profile": "FILE",
+        "multiple": "X",
+        "budget": "N",
+        "index": "NAME[:BITS]",
+    }
+    return known.get(name, "SIZE")
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

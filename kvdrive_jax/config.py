@@ -65,7 +65,7 @@ def parse_window(text: str | int | float, name: str = "window") -> float | None:
         return float(text)
     except ValueError:
         raise ValueError(
-            f"{name} must be a multiple of the budget, or auto, got {text!r}"
+            f"{name} must be 0, a multiple of the budget of at least 1, or auto, got {text!r}"
         ) from None
 
 
@@ -238,10 +238,16 @@ class WindowConfig:
         fixed = FIXED_WINDOWS.get(self.eviction)
         if fixed is not None:
             _require(
-                multiple in (None, fixed), "window", f"{fixed:g} for {self.eviction}", multiple
+                multiple in (None, fixed),
+                "window",
+                f"{fixed:g} with eviction {self.eviction}",
+                multiple,
             )
             _require(
-                self.profile is None, "window_profile", f"None for {self.eviction}", self.profile
+                self.profile is None,
+                "window_profile",
+                f"None with eviction {self.eviction}",
+                self.profile,
             )
         if self.profile is not None:
             _require(

@@ -87,8 +87,9 @@ def replay(options: argparse.Namespace) -> int:
     from kvdrive_jax.window.layout import WindowLayout
     from kvdrive_jax.window.replay import replay as run
 
+    traces = _read(options.files, options.budget)
     print("text\tpolicy\twindow\thit rate\tbytes per step")
-    for trace in _read(options.files, options.budget):
+    for trace in traces:
         for policy in options.eviction:
             # Policies that are a window of one size have no other.
             sizes = [FIXED_WINDOWS[policy]] if policy in FIXED_WINDOWS else options.window
@@ -247,10 +248,18 @@ def _parser() -> argparse.ArgumentParser:
         help="a text, may be given more than once (default: five prompts of what is installed)",
     )
     recording.add_argument(
-        "--tokens", type=_at_least_one, default=6144, help="of each prompt (default: 6144)"
+        "--tokens",
+        type=_at_least_one,
+        default=6144,
+        metavar="N",
+        help="of each prompt (default: 6144)",
     )
     recording.add_argument(
-        "--steps", type=_at_least_one, default=128, help="decoded after each (default: 128)"
+        "--steps",
+        type=_at_least_one,
+        default=128,
+        metavar="N",
+        help="decoded after each (default: 128)",
     )
     recording.add_argument("--traces", metavar="FILE", help="keep the traces, for replay and make")
     recording.add_argument(
@@ -294,6 +303,7 @@ def _parser() -> argparse.ArgumentParser:
         "--eviction",
         choices=tuple(name for name in POLICIES if name not in FIXED_WINDOWS),
         default=WindowConfig().eviction,
+        help=f"the policy that the windows will have (default: {WindowConfig().eviction})",
     )
     return parser
 

@@ -146,9 +146,9 @@ def test_sizes_that_were_asked_for() -> None:
     for bad in (0.5, -1, float("nan"), float("inf"), True):
         with pytest.raises(ValueError, match="window must be 0, a multiple"):
             WindowConfig(multiple=bad)
-    with pytest.raises(ValueError, match="window must be 0 for none, got 2"):
+    with pytest.raises(ValueError, match="window must be 0 with eviction none, got 2"):
         WindowConfig(multiple=2, eviction="none")
-    with pytest.raises(ValueError, match="window_profile must be None for last-step"):
+    with pytest.raises(ValueError, match="window_profile must be None with eviction last-step"):
         WindowConfig(profile="p.json", eviction="last-step")
     with pytest.raises(ValueError, match="window must be at least 1 with a profile"):
         WindowConfig(multiple=0, profile="p.json")
