@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,6 +17,20 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+MOST_MAPPINGS = 25_000
+"""Far below the 65,530 memory mappings that Linux gives a process: every compiled program has a few
+of its own, and one too many ends the process in XLA's compiler."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings() -> Iterator[None]:
+    """Drop compiled programs after a module that leaves many."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture
