@@ -125,9 +125,13 @@ class StandInEngine:
 
 class StandInPlan:
     fits = True
+    method = "kvdrive"
 
     def table(self) -> str:
         return "HBM 5 B of 10 B"
+
+    def window_line(self) -> str:
+        return "window x2"
 
     def require(self) -> None:
         if not self.fits:
