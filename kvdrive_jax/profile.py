@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 import traceback
@@ -198,23 +199,25 @@ def _at_least_one(text: str) -> int:
 
 
 def _depth(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = _number(text)
     if not value >= 1:
         raise argparse.ArgumentTypeError(f"must be at least 1 budget, got {text!r}")
     return value
 
 
 def _window(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not (value == 0 or 1 <= value < 1e6):
+    value = _number(text)
+    if not (value == 0 or 1 <= value < math.inf):
         raise argparse.ArgumentTypeError(f"must be 0 or at least 1, got {text!r}")
     return value
+
+
+def _number(text: str) -> float:
+    """NaN, which no limit lets through, for what is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -265,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     recording.add_argument(
         "--trace-depth",
         type=_depth,
-        default=float("inf"),
+        default=math.inf,
         metavar="X",
         help="chunks kept per step and head, as a multiple of the budget (default: all of them)",
     )

@@ -279,7 +279,7 @@ class KVDrive(BatchMethod):
             attention_factor=rows.attention_factor,
         )
         taken = np.minimum(n_chunks, self._spec.selected)
-        attended = self._attended_chunks(n_chunks)
+        attended = self._attended_chunks(n_chunks, taken)
         for row, count in enumerate(rows.counts):
             if rows.active[row]:
                 count.steps += 1
@@ -310,11 +310,14 @@ class KVDrive(BatchMethod):
             self._recorder.step(self._ranked, rows.active)
         return hidden
 
-    def _attended_chunks(self, n_chunks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """[B] chunks that each session attends to, mean over layers and heads."""
+    def _attended_chunks(
+        self, n_chunks: np.ndarray[Any, Any], selected: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any]:
+        """[B] chunks that each session, which selects so many, attends to: mean over layers and
+        heads."""
         layout = self.plan.layout
         if self._spec.attend == "selection":
-            return np.minimum(n_chunks, self._spec.selected)
+            return selected
         if layout is None:
             return n_chunks
         held: np.ndarray[Any, Any] = np.minimum(n_chunks[:, None, None], layout.capacity)

@@ -40,7 +40,7 @@ def smoothed(directory: Directory, scores: jax.Array) -> jax.Array:
 
     What was wanted again and again comes back sooner than what has one good step, and a chunk
     selected lately sooner than one that only ranks high. The constants were found on traces of the
-    bundled model (`benchmarks.policies`), over texts, budgets and window sizes together.
+    bundled model (`benchmarks.windows policies`), over texts, budgets and window sizes together.
     """
     standing = _of_slots(directory, directory.history.standing)
     return (1 - NOW) * standing + NOW * _of_slots(directory, scores)
