@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvdrive_jax import compat
 from kvdrive_jax.config import TierConfig
-from kvdrive_jax.telemetry import Tier
+from kvdrive_jax.telemetry import Tier, host_memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +22,6 @@ class Budgets:
     def of(self, tier: Tier) -> int:
         """The budget of one tier."""
         return {"hbm": self.hbm, "dram": self.dram, "ssd": self.ssd}[tier]
-
-
-def host_memory_bytes() -> int:
-    """Bytes of host memory that are free for use now."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def resolve_budgets(tiers: TierConfig) -> Budgets:

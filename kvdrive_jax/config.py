@@ -21,6 +21,10 @@ MethodName = Literal["kvdrive", "full"]
 FetchName = Literal["auto", "staged", "direct"]
 EvictionName = Literal["smoothed", "lookahead", "lru", "lfu", "fifo", "last-step", "none"]
 Attend = Literal["selection", "resident"]
+SyncName = Literal["adaptive", "hierarchical", "blockwise", "layerwise"]
+DramEviction = Literal["ranked", "lru"]
+WarmUp = Literal["per-head", "aggregated", "none"]
+Precision = Literal["model", "int8", "int4"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_BUDGET_TOKENS = 2048
@@ -274,7 +278,33 @@ class TierConfig:
     fetch: FetchName = _option(
         "auto",
         "how pages come from DRAM: staged (gathered by the host), direct (by the GPU, from pinned "
-        "memory), or auto: direct where it works",
+        "memory), or auto: direct where it works and DRAM holds everything",
+    )
+    sync: SyncName = _option(
+        "adaptive",
+        "what DRAM does for pages on SSD: keeps those of all heads alike, where each is worth most "
+        "(adaptive), the same number for each head (hierarchical), none (blockwise), or none and "
+        "whole layers are read (layerwise)",
+    )
+    dram_eviction: DramEviction = _option(
+        "ranked",
+        "what leaves DRAM: what was read or ranked close to selection longest ago (ranked), or "
+        "read longest ago (lru)",
+    )
+    prefetch: float = _option(
+        1.25,
+        "read ahead from SSD to DRAM what ranks within this multiple of the budget (1: nothing)",
+    )
+    warm_up: WarmUp = _option(
+        "per-head",
+        "what windows and DRAM hold when decode starts: what the prompt's last queries attend to, "
+        "by head, or summed over heads and layers; or nothing",
+    )
+    dram_dtype: Precision = _option(
+        "model", "of KV in DRAM; below the model's own, answers depend on where KV lies"
+    )
+    ssd_dtype: Precision | None = _option(
+        None, "of KV on SSD, at most as fine as dram_dtype (default: the same)"
     )
 
     def __post_init__(self) -> None:
@@ -289,10 +319,44 @@ class TierConfig:
         _require(
             _positive_int(self.extent_bytes), "extent_bytes", "a positive size", self.extent_bytes
         )
-        choices = get_args(FetchName)
-        _require(self.fetch in choices, "fetch", f"one of {choices}", self.fetch)
+        for name, kind in (
+            ("fetch", FetchName),
+            ("sync", SyncName),
+            ("dram_eviction", DramEviction),
+            ("warm_up", WarmUp),
+            ("dram_dtype", Precision),
+            ("ssd_precision", Precision),
+        ):
+            choices = get_args(kind)
+            _require(getattr(self, name) in choices, name, f"one of {choices}", getattr(self, name))
+        _require(
+            self.dram_dtype == "model" or self.fetch != "direct",
+            "dram_dtype",
+            "model with fetch direct",
+            self.dram_dtype,
+        )
+        fineness = get_args(Precision)
+        _require(
+            fineness.index(self.ssd_precision) >= fineness.index(self.dram_dtype),
+            "ssd_dtype",
+            f"at most as fine as dram_dtype = {self.dram_dtype}",
+            self.ssd_dtype,
+        )
+        _require(
+            isinstance(self.prefetch, int | float)
+            and not isinstance(self.prefetch, bool)
+            and 1 <= self.prefetch < math.inf,
+            "prefetch",
+            "a multiple of the budget of at least 1",
+            self.prefetch,
+        )
         if self.ssd_budget and self.ssd_dir is None:
             raise ValueError("ssd_budget needs ssd_dir: say where the SSD tier may write")
+
+    @property
+    def ssd_precision(self) -> Precision:
+        """Of KV on SSD."""
+        return self.ssd_dtype or self.dram_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

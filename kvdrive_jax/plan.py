@@ -6,6 +6,7 @@ the ledger refuses whatever the plan did not foresee.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.models.weights import describe_pretrained
 from kvdrive_jax.pipeline.fetcher import STAGING_BUFFERS
 from kvdrive_jax.pipeline.prefill import prefill_bytes
-from kvdrive_jax.shapes import BatchShape, batch_shape
+from kvdrive_jax.shapes import BatchShape, Stored, batch_shape
 from kvdrive_jax.telemetry import TIERS, BudgetError, Tier
 from kvdrive_jax.tiers.pages import PageGeometry
 from kvdrive_jax.tiers.placement import (
@@ -55,7 +56,8 @@ class Plan:
     window: the mean multiple of the budget; window_slots: S, the most slots of a (session, layer,
     kv head); layout: the sizes of all windows, None where every chunk has a slot, so that nothing
     is fetched (resident); how: where the sizes come from; sessions: what each session takes in
-    DRAM and on SSD (empty for resident and full).
+    DRAM and on SSD (empty for resident and full); likely: M, chunks per step and kv head that are
+    considered likely to be selected next (0: none, as DRAM holds everything).
     """
 
     shape: BatchShape
@@ -68,6 +70,7 @@ class Plan:
     how: str
     resident: bool
     sessions: tuple[SessionPlan, ...]
+    likely: int
     cluster_capacity: int
     retrieval: Retrieval | None
 
@@ -162,15 +165,17 @@ def plan_batch(
     *,
     budgets: Budgets | None = None,
     digest: str = "",
+    stored: Stored | None = None,
 ) -> Plan:
     """The plan for one batch of prompts.
 
     dtype: of weights and KV; parameters: stored parameters; digest: of the model, to find its
-    profile by. Works without weights. Raises ValueError for a budget above the context length, and
-    as ``check_config`` does. A plan that does not fit is returned, see ``Plan.require``.
+    profile by; stored: of its only session, where that was saved. Works without weights. Raises
+    ValueError for a budget above the context length, and as ``check_config`` does. A plan that does
+    not fit is returned, see ``Plan.require``.
     """
     context = check_config(config, model, dtype)
-    shape = batch_shape(config.retrieval, prompt_tokens, max_new_tokens, context)
+    shape = batch_shape(config.retrieval, prompt_tokens, max_new_tokens, context, stored)
     budgets = budgets or resolve_budgets(config.tiers)
     itemsize = dtype.itemsize
     base = [
@@ -208,6 +213,7 @@ def plan_batch(
             how="no window",
             resident=True,
             sessions=(),
+            likely=0,
             cluster_capacity=0,
             retrieval=None,
         )
@@ -254,6 +260,8 @@ def _plan_kvdrive(
         chunk_size=retrieval.chunk_size,
         head_dim=model.head_dim,
         dtype=dtype,
+        dram=tiers.dram_dtype,
+        ssd=tiers.ssd_precision,
     )
     pairs = shape.batch * model.num_layers * model.num_kv_heads
     clusters = retrieves.cluster_capacity(
@@ -264,7 +272,13 @@ def _plan_kvdrive(
     )
     near = pairs * shape.near_capacity * 2 * model.head_dim * dtype.itemsize
     flush = shape.batch * model.num_kv_heads * shape.flush_chunks * geometry.page_bytes
-    fetched = shape.batch * model.num_kv_heads * shape.selected * geometry.page_bytes
+    moved = shape.batch * model.num_kv_heads * shape.selected * geometry.dram_page_bytes
+    # As they come, and where they are kept as something else, decoded.
+    decoded = (
+        moved
+        if geometry.dram == "model"
+        else moved // geometry.dram_page_bytes * (geometry.dram_page_bytes + geometry.page_bytes)
+    )
     base = [
         *base,
         Line(tier="hbm", name="index", nbytes=index),
@@ -282,7 +296,7 @@ def _plan_kvdrive(
             *base,
             Line(tier="hbm", name="windows", nbytes=rows * geometry.page_bytes),
             Line(tier="hbm", name="directory", nbytes=directory),
-            Line(tier="hbm", name="fetched pages", nbytes=0 if layout is None else fetched),
+            Line(tier="hbm", name="fetched pages", nbytes=0 if layout is None else decoded),
         ]
 
     def hbm(layout: WindowLayout | None) -> int:
@@ -307,7 +321,7 @@ def _plan_kvdrive(
     lines = lines_for(layout)
     sessions: list[SessionPlan] = []
     if not resident:
-        ring = STAGING_BUFFERS * fetched
+        ring = STAGING_BUFFERS * moved
         sessions = _sessions(geometry, shape, tiers, budgets.dram - ring)
         staging = ring + sum(staging_needs(sessions, WORKERS).values())
         lines += [
@@ -326,9 +340,16 @@ def _plan_kvdrive(
         how=how,
         resident=resident,
         sessions=tuple(sessions),
+        likely=_likely(tiers, shape, sessions),
         cluster_capacity=clusters,
         retrieval=retrieves,
     )
+
+
+def _likely(tiers: TierConfig, shape: BatchShape, sessions: Sequence[SessionPlan]) -> int:
+    if tiers.prefetch == 1 or not any(session.cached for session in sessions):
+        return 0
+    return min(shape.chunk_capacity, math.ceil(tiers.prefetch * shape.selected))
 
 
 def _sessions(
@@ -342,13 +363,13 @@ def _sessions(
     try:
         return plan_sessions(
             geometry,
+            tiers,
             [
                 SessionSize(chunks, prompt)
                 for chunks, prompt in zip(shape.row_chunks, shape.prompt_chunks, strict=True)
             ],
             dram_bytes=max(0, dram_bytes),
             ssd=ssd,
-            extent_bytes=tiers.extent_bytes,
             piece_chunks=shape.flush_chunks,
             workers=WORKERS,
         )
@@ -357,10 +378,10 @@ def _sessions(
         def session(row: int, share: int | None) -> SessionPlan:
             return plan_session(
                 geometry,
+                tiers,
                 chunk_capacity=shape.row_chunks[row],
                 dram_bytes=share,
                 ssd=ssd,
-                extent_bytes=tiers.extent_bytes,
                 prompt_chunks=shape.prompt_chunks[row],
                 piece_chunks=shape.flush_chunks,
             )

@@ -12,10 +12,13 @@ class RunReport:
     """Counters of one call over all its batches. Times are wall-clock seconds.
 
     prefill_s: prompts through the layers, offload included; index_s: index, importance and warm-up
-    of the windows; decode_s: everything after prefill. The three do not overlap.
+    of the windows; decode_s: everything after prefill; save_s: saving the session. They do not
+    overlap.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "") -> None:
+        self.model = model
+        self.save_s = 0.0
         self.traffic = Traffic()
         self.clock = StageClock()
         self.sessions: list[Session] = []
@@ -36,8 +39,10 @@ class RunReport:
             "prefill_s": self.prefill_s,
             "index_s": self.index_s,
             "decode_s": self.decode_s,
+            "save_s": self.save_s,
             "decode_tokens_per_s": rate,
             "bytes": dict(self.traffic.snapshot()),
+            "pages": dict(self.traffic.pages()),
             "tiers": {
                 tier: {"budget_bytes": ledger.budget(tier), "peak_bytes": ledger.peak(tier)}
                 for tier in TIERS

@@ -40,6 +40,14 @@ def prompt_capacity(tokens: int) -> int:
     return bucket(tokens, 512)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Chunks of a saved session, and how many flushes made some of them."""
+
+    chunks: int
+    flushes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
     """Capacities of one batch, in the letters of the architecture.
@@ -79,8 +87,12 @@ def batch_shape(
     prompt_tokens: Sequence[int],
     max_new_tokens: int,
     context_length: int,
+    stored: Stored | None = None,
 ) -> BatchShape:
-    """Capacities for a batch of prompts; raises ValueError when the budget exceeds the context."""
+    """Capacities for a batch of prompts; raises ValueError when the budget exceeds the context.
+
+    stored: what is in store already of its only session, one that was saved.
+    """
     chunk = retrieval.chunk_size
     longest = max(prompt_tokens)
     budget = retrieval.budget_tokens(longest, context_length)
@@ -95,6 +107,12 @@ def batch_shape(
     row_chunks = tuple(chunks_of(tokens + max_new_tokens) for tokens in prompt_tokens)
     chunk_capacity = bucket(max(max(row_chunks), 1), 64)
     selected = min(max(1, budget // chunk), chunk_capacity)
+    prompt_chunks = tuple(chunks_of(tokens) for tokens in prompt_tokens)
+    flush_events = max_new_tokens // flush_tokens + 1
+    if stored is not None:
+        # Tokens that were generated before it was saved may not be chunks yet.
+        flush_events = stored.flushes + -(-(row_chunks[0] - stored.chunks) // flush_chunks) + 1
+        prompt_chunks = (stored.chunks,)
     return BatchShape(
         prompt_tokens=tuple(prompt_tokens),
         max_new_tokens=max_new_tokens,
@@ -104,7 +122,7 @@ def batch_shape(
         selected=selected,
         near_capacity=near_capacity,
         flush_chunks=flush_chunks,
-        flush_events=max_new_tokens // flush_tokens + 1,
-        prompt_chunks=tuple(chunks_of(tokens) for tokens in prompt_tokens),
+        flush_events=flush_events,
+        prompt_chunks=prompt_chunks,
         row_chunks=row_chunks,
     )

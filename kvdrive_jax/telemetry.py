@@ -6,19 +6,30 @@ call. StageClock belongs to the engine's thread.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TextIO, get_args
 
 Tier = Literal["hbm", "dram", "ssd"]
 Direction = Literal["hbm_to_dram", "dram_to_hbm", "dram_to_ssd", "ssd_to_dram"]
+PageSource = Literal["dram", "ssd", "ahead"]
 Stage = Literal["select", "fetch", "compute", "stall"]
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
+
+
+def host_memory_bytes() -> int:
+    """Bytes of host memory that are free for use now."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 class BudgetError(ValueError):
@@ -79,10 +90,12 @@ class Ledger:
 
 
 class Traffic:
-    """Bytes moved between tiers, by direction."""
+    """Bytes moved between tiers, by direction; and pages of the store by where they were: found in
+    DRAM, read from SSD when they were asked for, or read ahead of that."""
 
     def __init__(self) -> None:
         self._bytes: dict[Direction, int] = dict.fromkeys(get_args(Direction), 0)
+        self._pages: dict[PageSource, int] = dict.fromkeys(get_args(PageSource), 0)
         self._lock = threading.Lock()
 
     def add(self, direction: Direction, nbytes: int) -> None:
@@ -90,10 +103,20 @@ class Traffic:
         with self._lock:
             self._bytes[direction] += nbytes
 
+    def add_pages(self, source: PageSource, count: int) -> None:
+        """Count ``count`` pages found."""
+        with self._lock:
+            self._pages[source] += count
+
     def snapshot(self) -> dict[Direction, int]:
         """A copy of all counters, in bytes."""
         with self._lock:
             return dict(self._bytes)
+
+    def pages(self) -> dict[PageSource, int]:
+        """A copy of the counts of pages."""
+        with self._lock:
+            return dict(self._pages)
 
 
 @dataclass

@@ -52,7 +52,9 @@ class Setup:
         self.geometry = g = geometry()
         self.ledger, self.traffic = Ledger(), Traffic()
         ssd = any(share is not None for share in shares)
-        tiers = TierConfig(ssd_dir=str(tmp_path) if ssd else None, extent_bytes=4096)
+        tiers = TierConfig(
+            ssd_dir=str(tmp_path) if ssd else None, extent_bytes=4096, fetch="direct"
+        )
         self.store = PageStore(g, tiers, self.ledger, self.traffic)
         plans = [
             self.store.plan(c, None if s is None else self.share(c, s), s is not None)
@@ -255,9 +257,9 @@ def test_probe_that_raises_is_a_reason(monkeypatch):
 def test_on_cpu_direct_is_refused_and_auto_is_staged():
     assert "NVIDIA GPU" in why_not_direct(geometry())
     with pytest.raises(NotImplementedError, match="fetch direct: Triton kernels need an NVIDIA"):
-        choose_fetch("direct", geometry(), 8)
+        choose_fetch("direct", geometry(), 8, cached=False)
     for wanted in ("auto", "staged"):
-        way = choose_fetch(wanted, geometry(), 8)
+        way = choose_fetch(wanted, geometry(), 8, cached=False)
         assert way.arena is None
         assert way.notice is None
 
@@ -265,7 +267,7 @@ def test_on_cpu_direct_is_refused_and_auto_is_staged():
 def test_a_gpu_where_it_fails_says_so(monkeypatch):
     monkeypatch.setattr(direct, "why_not_direct", lambda g: "the probe's first bytes changed")
     with compat.compiling_for("cuda"):
-        way = choose_fetch("auto", geometry(), 8)
+        way = choose_fetch("auto", geometry(), 8, cached=False)
     assert way.arena is None
     assert way.notice == (
         "fetch: staged, because direct does not work: the probe's first bytes changed"
@@ -279,9 +281,9 @@ def test_memory_that_cannot_be_pinned_is_a_reason(monkeypatch):
     monkeypatch.setattr(direct, "why_not_direct", lambda g: None)
     monkeypatch.setattr(direct, "PinnedArena", refuse)
     with pytest.raises(NotImplementedError, match="bytes of host memory cannot be pinned"):
-        choose_fetch("direct", geometry(), 8)
+        choose_fetch("direct", geometry(), 8, cached=False)
     with pytest.raises(NotImplementedError, match="no page is in DRAM"):
-        choose_fetch("direct", geometry(), 0)
+        choose_fetch("direct", geometry(), 0, cached=False)
 
 
 def test_direct_is_taken_where_it_works(monkeypatch):
@@ -289,6 +291,6 @@ def test_direct_is_taken_where_it_works(monkeypatch):
     monkeypatch.setattr(
         direct, "PinnedArena", lambda g, rows: PinnedArena(g, rows, memory_kind=KIND)
     )
-    way = choose_fetch("auto", geometry(), 8)
+    way = choose_fetch("auto", geometry(), 8, cached=False)
     assert way.arena is not None
     assert way.arena.arrays[0].shape == (8, 2 * CHUNK * DIM)

@@ -16,6 +16,8 @@ import pytest
 from kvdrive_jax.config import TierConfig
 from kvdrive_jax.telemetry import BudgetError, Ledger, Traffic
 from kvdrive_jax.tiers import FetchCount, PageGeometry, PageStore, SessionPages
+from kvdrive_jax.tiers.cache import cache_bytes
+from kvdrive_jax.tiers.extents import ExtentLayout
 
 Array = np.ndarray[Any, Any]
 
@@ -24,18 +26,33 @@ def geometry(dtype: Any = np.float32, c: int = 4, d: int = 80, layers: int = 2) 
     return PageGeometry(layers=layers, kv_heads=3, chunk_size=c, head_dim=d, dtype=np.dtype(dtype))
 
 
-def share(g: PageGeometry, capacity: int, part: float) -> int:
-    """Bytes of DRAM for ``part`` of the pages, and the maps."""
+def share(
+    g: PageGeometry, capacity: int, part: float, extent: int = 5000, prompt: int | None = None
+) -> int:
+    """Bytes of DRAM for ``part`` of the pages, and the maps and hashes."""
     pairs = g.layers * g.kv_heads
-    return pairs * (int(part * capacity) * g.page_bytes + 8 * capacity)
+    layout = ExtentLayout.plan(
+        page_bytes=g.page_bytes,
+        extent_bytes=extent,
+        chunk_capacity=capacity,
+        prompt_chunks=prompt,
+        piece_chunks=64,
+    )
+    rows = cache_bytes(int(part * capacity), g.page_bytes)
+    return pairs * (rows + 8 * capacity) + layout.hash_bytes(g.layers, g.kv_heads)
 
 
 @contextmanager
 def store_for(
-    g: PageGeometry, path: Path | None, extent: int = 5000, **budgets: int
+    g: PageGeometry,
+    path: Path | None,
+    extent: int = 5000,
+    options: dict[str, Any] | None = None,
+    **budgets: int,
 ) -> Iterator[tuple[PageStore, Ledger, Traffic]]:
     ledger, traffic = Ledger(**budgets), Traffic()
-    tiers = TierConfig(ssd_dir=None if path is None else str(path), extent_bytes=extent)
+    ssd_dir = None if path is None else str(path)
+    tiers = TierConfig(ssd_dir=ssd_dir, extent_bytes=extent, **(options or {}))
     with PageStore(g, tiers, ledger, traffic) as store:
         yield store, ledger, traffic
     assert ledger.used("dram") == ledger.used("ssd") == 0
@@ -143,7 +160,7 @@ def test_zeros_are_stored_as_well(tmp_path: Path, rng: np.random.Generator) -> N
 
 def test_dram_holds_the_most_important_chunks(tmp_path: Path, rng: np.random.Generator) -> None:
     g, n = geometry(), 40
-    with store_for(g, tmp_path) as (store, _, _):
+    with store_for(g, tmp_path, options={"sync": "hierarchical"}) as (store, _, _):
         session = store.open(n, share(g, n, 0.25), True, "one", prompt_chunks=n)
         assert session.plan.rows == 10
         importance = np.stack([rng.permutation(n) for _ in range(3)]).astype(np.float32)
@@ -184,7 +201,7 @@ def test_append(tmp_path: Path, rng: np.random.Generator, part: float, flush: in
             session.append(0, pages[0][:, :1], stored, 1)
 
 
-def test_appended_chunks_take_free_rows_of_dram_first(
+def test_appended_chunks_are_in_dram_and_the_least_important_leave(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
     g, n = geometry(layers=1), 10
@@ -192,12 +209,21 @@ def test_appended_chunks_take_free_rows_of_dram_first(
         session = store.open(40, share(g, 40, 0.3), True, "one", prompt_chunks=n, piece_chunks=6)
         assert session.plan.rows == 12
         pages = random_pages(rng, g, 40)
-        offload_all(session, pages, n, rng)
+        importance = np.tile(np.arange(n, dtype=np.float32), (3, 1))
+        session.offload(0, pages[0], n, None, importance)
+        session.wait()
         session.append(0, pages[0][:, n : n + 6], n, 6)
-        out = np.zeros((6, *g.page_shape), np.float32)
-        new = np.arange(n, n + 6, dtype=np.int32)
-        zero = np.zeros(6, np.int32)
-        assert store.fetch(0, [session], zero, zero, new, out)[:2] == (2, 4)
+        out = np.zeros((3 * 16, *g.page_shape), np.float32)
+        head = np.repeat(np.arange(3, dtype=np.int32), 6)
+        new = np.tile(np.arange(n, n + 6, dtype=np.int32), 3)
+        assert store.fetch(0, [session], head * 0, head, new, out)[:2] == (18, 0)
+        # 30 prompt pages and 18 new ones in 36 rows: the four least important of each head left.
+        old = np.tile(np.arange(n, dtype=np.int32), 3)
+        head = np.repeat(np.arange(3, dtype=np.int32), n)
+        kept = old >= 4
+        found = store.fetch(0, [session], head[kept] * 0, head[kept], old[kept], out)
+        assert found[:2] == (18, 0)
+        assert store.fetch(0, [session], head * 0, head, old, out)[:2] == (18, 12)
 
 
 def test_an_append_larger_than_a_piece_and_one_too_many(
@@ -254,7 +280,8 @@ def test_reads_larger_than_the_buffer_go_in_rounds(
 ) -> None:
     g, n = geometry(layers=1, d=8), 700
     with store_for(g, tmp_path, extent=g.page_bytes) as (store, _, _):
-        session = store.open(n, share(g, n, 0), True, "one", prompt_chunks=n)
+        least = share(g, n, 0, g.page_bytes, n)
+        session = store.open(n, least, True, "one", prompt_chunks=n)
         extents = session.plan.read_buffer_bytes // g.page_bytes
         assert extents < 3 * n / 4, "the test needs several rounds"
         pages = random_pages(rng, g, n)
@@ -395,7 +422,7 @@ def test_budgets_are_enforced_before_anything_is_made(
         with pytest.raises(BudgetError, match="SSD budget"):
             store.open(n, share(g, n, 0.1), True, "one", prompt_chunks=n)
         assert ledger.accounts("dram") == ledger.accounts("ssd") == {}
-        assert len(os.listdir(next(tmp_path.iterdir()))) == 0
+        assert os.listdir(next(tmp_path.iterdir())) == ["lock"]
     with store_for(g, tmp_path, dram=everything, ssd=2 * everything) as (store, ledger, _):
         session = store.open(n, None, True, "one", prompt_chunks=n)
         assert 0 < session.plan.rows < n, "None takes what the budget has left"

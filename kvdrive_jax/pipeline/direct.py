@@ -287,6 +287,8 @@ def why_not_direct(geometry: PageGeometry) -> str | None:
     device and compared, then others in the same place.
     """
     reason = page_gather.why_not(geometry.dtype)
+    if geometry.dram != "model":
+        reason = f"pages in DRAM are {geometry.dram}"
     if reason is not None:
         return reason
     try:
@@ -332,14 +334,15 @@ class FetchWay:
     notice: str | None = None
 
 
-def choose_fetch(wanted: FetchName, geometry: PageGeometry, rows: int) -> FetchWay:
-    """The way that was asked for; ``auto`` is direct where it works.
+def choose_fetch(wanted: FetchName, geometry: PageGeometry, rows: int, *, cached: bool) -> FetchWay:
+    """The way that was asked for; ``auto`` is direct where it works and pages stay where they are.
 
-    rows: pages of one layer that DRAM will hold, of all sessions together.
+    rows: pages of one layer that DRAM will hold, of all sessions together; cached: whether pages
+    come and go there.
 
     Raises NotImplementedError when ``direct`` cannot be had, with the reason.
     """
-    if wanted == "staged" or (wanted == "auto" and not rows):
+    if wanted == "staged" or (wanted == "auto" and (not rows or cached)):
         return FetchWay(arena=None)
     reason = "no page is in DRAM" if not rows else why_not_direct(geometry)
     if reason is None:

@@ -8,6 +8,7 @@ transfer is never copied by the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 
 from kvdrive_jax.pipeline.stages import write_stage
 from kvdrive_jax.telemetry import Ledger, RowCounts, Traffic
+from kvdrive_jax.tiers.link import Link
 from kvdrive_jax.tiers.pages import PageError, PageGeometry
 from kvdrive_jax.tiers.staging import Staging, StagingRing
 from kvdrive_jax.tiers.store import PageStore, SessionPages
@@ -36,7 +38,10 @@ def transfer_sizes(most: int) -> tuple[int, ...]:
 
 
 class Fetcher:
-    """Fetches for one batch. ``most`` is the largest number of pages that one layer can miss."""
+    """Fetches for one batch.
+
+    most: the largest number of pages that one layer can miss; link: imitates a slower way to HBM.
+    """
 
     def __init__(
         self,
@@ -45,7 +50,9 @@ class Fetcher:
         most: int,
         ledger: Ledger,
         traffic: Traffic,
+        link: Link | None = None,
     ) -> None:
+        self._link = link
         self._store, self._geometry, self._traffic = store, geometry, traffic
         self._sizes = transfer_sizes(most)
         self._ring = StagingRing(STAGING_BUFFERS, most, geometry, ledger)
@@ -57,9 +64,9 @@ class Fetcher:
         window: [B, R, 2, c, D], donated and returned unchanged.
         """
         for size in self._sizes:
-            pages = np.zeros((size, *self._geometry.page_shape), self._geometry.dtype)
+            pages = np.zeros((size, *self._geometry.dram_shape), self._geometry.dram_dtype)
             nowhere = np.full(size, window.shape[0] * window.shape[1], np.int32)
-            window = write_stage(window, pages, nowhere)
+            window = write_stage(window, pages, nowhere, self._geometry.dram)
         return window
 
     def fetch(
@@ -94,9 +101,11 @@ class Fetcher:
         failure = self._read(layer, sessions, row, head, chunks[at], pages)
         target = np.full(size, batch * rows, np.int32)
         target[: at.size] = row * rows + slots[at]
-        window = write_stage(window, pages, target)
+        nbytes = at.size * self._geometry.dram_page_bytes
+        with nullcontext() if self._link is None else self._link.carry(nbytes):
+            window = write_stage(window, pages, target, self._geometry.dram)
         self._lent = staging
-        self._traffic.add("dram_to_hbm", at.size * self._geometry.page_bytes)
+        self._traffic.add("dram_to_hbm", nbytes)
         for session, missed in enumerate(np.bincount(row, minlength=batch)):
             counts[session].missed_chunks += int(missed)
         return window, failure

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvdrive_jax.config import Attend, GroupRule
+from kvdrive_jax.config import Attend, GroupRule, Precision
 from kvdrive_jax.index.rest import LayerIndex, Retrieval
 from kvdrive_jax.index.selection import select
 from kvdrive_jax.models.model import ModelDef
 from kvdrive_jax.pallas.attention import Partial, attend_step
+from kvdrive_jax.pallas.page_codec import decode_pages, encode_pages
 from kvdrive_jax.pallas.page_write import write_pages
-from kvdrive_jax.window.directory import Directory, held_slots, observe, place, pool_rows
+from kvdrive_jax.window.directory import Directory, held_slots, in_window, observe, place, pool_rows
 from kvdrive_jax.window.eviction import policy
 
 Leaves = tuple[jax.Array, ...]
@@ -32,7 +33,8 @@ class StageSpec:
     """What the compiled stages are specialised to; hashable.
 
     selected is P, sink the number of first rows of the near buffer that are never flushed. ranked
-    is how many of the best chunks a step tells, 0 for none.
+    is how many of the best chunks a step tells, 0 for none; likely how many it considers likely to
+    be selected next, 0 for none; pages says what pages are kept as in DRAM.
     """
 
     model_def: ModelDef
@@ -44,6 +46,8 @@ class StageSpec:
     eviction: str
     attend: Attend = "selection"
     ranked: int = 0
+    likely: int = 0
+    pages: Precision = "model"
 
 
 class Near(NamedTuple):
@@ -129,13 +133,15 @@ class Selected(NamedTuple):
     """Outcome of select: the new token; slots [B, K, P] int32, rows of the window that are attended
     to (-1: none); missing [2, B, K, P] int32: chunk ids that must be fetched (-1: none) and the
     rows they go to; rest: the estimated attention to what is not attended, or None; ranked: what
-    ``StageSpec.ranked`` asks for, or None."""
+    ``StageSpec.ranked`` asks for, or None; likely: [B, K, M] int32, those of the best
+    ``StageSpec.likely`` chunks that no window holds (-1: none), or None."""
 
     token: Token
     slots: jax.Array
     missing: jax.Array
     rest: Partial | None
     ranked: Ranked | None
+    likely: jax.Array | None
 
 
 def _score(spec: StageSpec, token: Token, step: Step, index: LayerIndex) -> jax.Array:
@@ -174,20 +180,41 @@ def select_stage(
     missing = jnp.stack([jnp.where(miss, ids, -1), jnp.where(miss, rows, -1)])
     attended = ids
     if spec.attend == "resident":
-        held, attended = held_slots(directory, slots, ids)
-        rows = pool_rows(directory, held)
+        in_slots, attended = held_slots(directory, slots, ids)
+        rows = pool_rows(directory, in_slots)
     rest = spec.retrieval.rest(index, token.q, attended, step.n_chunks)
-    return Selected(token, rows, missing, rest, _ranked(spec, scores)), directory
+    likely = None
+    if spec.likely:
+        best = select(scores, step.n_chunks, spec.likely)
+        likely = jnp.where(in_window(directory, best), -1, best)
+    return Selected(token, rows, missing, rest, _ranked(spec, scores), likely), directory
 
 
-@partial(jax.jit, donate_argnames="window")
-def write_stage(window: jax.Array, pages: jax.Array, target: jax.Array) -> jax.Array:
+def for_dram(pages: jax.Array, precision: Precision) -> jax.Array:
+    """Pages [..., 2, c, D] as DRAM keeps them."""
+    return pages if precision == "model" else encode_pages(pages, precision)
+
+
+def from_dram(
+    pages: jax.Array, precision: Precision, page_shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    """Pages as DRAM keeps them as [..., 2, c, D] of ``dtype``."""
+    if precision == "model":
+        return pages
+    _, chunk_size, head_dim = page_shape
+    return decode_pages(pages, precision, chunk_size=chunk_size, head_dim=head_dim, dtype=dtype)
+
+
+@partial(jax.jit, donate_argnames="window", static_argnames="precision")
+def write_stage(
+    window: jax.Array, pages: jax.Array, target: jax.Array, precision: Precision = "model"
+) -> jax.Array:
     """Fetched pages into their slots.
 
-    window: [B, R, 2, c, D], donated; pages: [M, 2, c, D]; target: [M] int32, flat row b R + r, or
-    B R for pages that are none.
+    window: [B, R, 2, c, D], donated; pages: [M, 2, c, D], or as DRAM keeps them, [M, bytes] uint8;
+    target: [M] int32, flat row b R + r, or B R for pages that are none.
     """
-    return write_pages(window, pages, target)
+    return write_pages(window, from_dram(pages, precision, window.shape[2:], window.dtype), target)
 
 
 @partial(jax.jit, static_argnames="spec")
@@ -247,7 +274,8 @@ def flush_stage(
     """The oldest chunks of the near buffer as pages, indexed; the rest moves down.
 
     n_new, n_chunks: [B] int32, chunks to flush and chunks before. Returns pages
-    [B, K, F, 2, c, D], of which the first n_new are valid, the near buffer and the index.
+    [B, K, F, *dram_shape], as ``spec.pages`` says, of which the first n_new are valid, the near
+    buffer and the index.
     """
     tokens = flush_chunks * spec.chunk_size
 
@@ -264,7 +292,7 @@ def flush_stage(
         return jnp.take_along_axis(array, source[:, None, :, None], axis=2)
 
     keys, values = leave(near.k), leave(near.v)
-    pages = jnp.stack([keys, values], axis=3)
+    pages = for_dram(jnp.stack([keys, values], axis=3), spec.pages)
     index = spec.retrieval.append(index, keys, values, n_new, n_chunks)
     return pages, Near(shift(near.k), shift(near.v)), index
 

@@ -1,14 +1,14 @@
-"""The DRAM tier of one session: page slabs, one per layer, and the map from chunk to row.
+"""The DRAM tier of one session whose pages stay where prefill put them: slabs, one per layer.
 
-A layer's slab is one block of K x rows pages; blocks stay in the size that every allocator and
-driver can give. With room for every chunk the row of a chunk is its id and there is no map.
-Written by workers while an offload of that layer is pending, read by anyone after it.
+For a session that DRAM holds whole, and for slabs that the device reads itself. A layer's slab is
+one block of K x rows pages; blocks stay in the size that every allocator and driver can give. With
+room for every chunk the row of a chunk is its id and there is no map. Written by workers while an
+offload of that layer is pending, read by anyone after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,18 +18,6 @@ from kvdrive_jax.tiers.pages import Bytes, Ids, PageGeometry, Wide, page_rows, t
 
 SlabAllocator = Callable[[int, int], Bytes]
 """(layer, rows) -> uint8 [rows, page_bytes] to keep pages in."""
-
-
-def available_bytes() -> int | None:
-    """Host memory that can be had without swapping, or None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 class DramSlabs:
@@ -53,7 +41,7 @@ class DramSlabs:
     ) -> None:
         self._geometry = geometry
         self.capacity, self.rows = chunk_capacity, rows
-        heads, page = geometry.kv_heads, geometry.page_bytes
+        heads, page = geometry.kv_heads, geometry.dram_page_bytes
 
         def ordinary(layer: int, rows: int) -> Bytes:
             return touched_bytes(rows * page, f"a DRAM slab (layer {layer})").reshape(rows, page)
@@ -67,10 +55,9 @@ class DramSlabs:
             ]
         self.used = [0] * geometry.layers
 
-    def put(self, layer: int, head: int, pages: npt.NDArray[Any], chunks: Wide) -> None:
-        """Store ``pages[chunks]`` (``pages`` [N, 2, c, D] by chunk id) in the first rows."""
+    def put(self, layer: int, head: int, source: Bytes, chunks: Wide) -> None:
+        """Store ``source[chunks]`` (``source`` [N, page_bytes] by chunk id) in the first rows."""
         start, count = head * self.rows, len(chunks)
-        source = page_rows(pages, self._geometry.page_bytes)
         target = self.slabs[layer][start : start + count]
         if self.row_of_chunk is None:
             target[...] = source[:count]
@@ -80,8 +67,21 @@ class DramSlabs:
         rows = np.arange(start, start + count, dtype=np.int32)
         self.row_of_chunk[layer][map_start : map_start + self.capacity][chunks] = rows
 
+    def take(self, layer: int, index: Ids, target: Bytes) -> npt.NDArray[np.intp]:
+        """Pages of chunks ``index`` [M] (head * capacity + chunk) into ``target`` [M, page_bytes];
+        returns which of the M are not here."""
+        if self.row_of_chunk is None:
+            self.slabs[layer].take(index, axis=0, out=target, mode="clip")
+            return np.empty(0, np.intp)
+        rows = self.row_of_chunk[layer].take(index)
+        absent = np.flatnonzero(rows < 0)
+        if len(absent) < len(index):
+            # Absent pages get row 0 here and their own bytes later: cheaper than a second copy.
+            self.slabs[layer].take(rows, axis=0, out=target, mode="clip")
+        return absent
+
     def append(self, layer: int, pages: npt.NDArray[Any], first_chunk: int, n_new: int) -> int:
-        """Store as many of ``pages`` [K, F, 2, c, D], ids from ``first_chunk`` on, as there are
+        """Store as many of ``pages`` [K, F, *dram_shape], ids from ``first_chunk`` on, as there are
         free rows for. Returns how many of each kv head are in DRAM now."""
         count = min(n_new, self.rows - self.used[layer])
         if count <= 0:
@@ -89,7 +89,7 @@ class DramSlabs:
         row = self.used[layer]
         for head in range(self._geometry.kv_heads):
             start = head * self.rows + row
-            source = page_rows(pages[head, :count], self._geometry.page_bytes)
+            source = page_rows(pages[head, :count], self._geometry.dram_page_bytes)
             self.slabs[layer][start : start + count] = source
             if self.row_of_chunk is not None:
                 at = head * self.capacity + first_chunk

@@ -25,8 +25,8 @@ SHARD_BYTES = 4 << 20
 SHARD_EXTENTS = 64
 """A file of the prompt holds at most this much: it is written in one go from one buffer."""
 
-CHECKSUM_BYTES = 4
-INDEX_ENTRY_BYTES = 16
+HASH_BYTES = 8
+"""Memory for the hash of an extent."""
 DISK_BLOCK = 4096
 """What a file system rounds file sizes up to."""
 
@@ -69,13 +69,14 @@ class ExtentLayout:
         prompt = chunk_capacity if prompt_chunks is None else prompt_chunks
         appended = chunk_capacity if prompt_chunks is None else chunk_capacity - prompt_chunks
         prompt_extents = max(1, ceil_div(prompt, per_extent))
+        # Files of one size, which are written whole: the last one is not to be mostly empty.
+        most = max(1, min(prompt_extents, SHARD_EXTENTS, SHARD_BYTES // (per_extent * page_bytes)))
+        shard_extents = ceil_div(prompt_extents, ceil_div(prompt_extents, most))
         layout = cls(
             page_bytes=page_bytes,
             pages_per_extent=per_extent,
             prompt_extents=prompt_extents,
-            shard_extents=max(
-                1, min(prompt_extents, SHARD_EXTENTS, SHARD_BYTES // (per_extent * page_bytes))
-            ),
+            shard_extents=shard_extents,
             piece_extents=ceil_div(piece_chunks, per_extent),
             pieces=ceil_div(appended, piece_chunks),
         )
@@ -89,7 +90,7 @@ class ExtentLayout:
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes of one extent, without its checksum."""
+        """Bytes of one extent."""
         return self.pages_per_extent * self.page_bytes
 
     @property
@@ -105,27 +106,25 @@ class ExtentLayout:
         self, layers: int, kv_heads: int, chunk_capacity: int, prompt_chunks: int | None
     ) -> int:
         """Most bytes that all segments can take on disk, file-system rounding included."""
-        whole, rest = divmod(self.prompt_extents, self.shard_extents)
-        segment = whole * file_bytes(self.extent_bytes, self.shard_extents, self.shard_extents)
-        if rest:
-            segment += file_bytes(self.extent_bytes, rest, self.shard_extents)
-        piece = file_bytes(
-            self.extent_bytes, kv_heads * self.piece_extents, kv_heads * self.piece_extents
-        )
+        files = ceil_div(self.prompt_extents, self.shard_extents)
+        segment = files * file_bytes(self.shard_extents * self.extent_bytes)
+        piece = file_bytes(kv_heads * self.piece_extents * self.extent_bytes)
         prompt_bytes, piece_bytes = layers * kv_heads * segment, layers * self.pieces * piece
         if prompt_chunks is None and chunk_capacity:
             # Prompt and pieces share the capacity: the total is at most the larger of all prompt
             # and all pieces, plus what a cut between the two leaves unused.
-            cut = layers * (piece + kv_heads * (self.extent_bytes + DISK_BLOCK))
+            cut = layers * (piece + kv_heads * file_bytes(self.shard_extents * self.extent_bytes))
             return max(prompt_bytes, piece_bytes) + cut
         return prompt_bytes + piece_bytes
 
+    def hash_bytes(self, layers: int, kv_heads: int) -> int:
+        """Bytes of memory for the hashes of all extents."""
+        return layers * kv_heads * self.extents * HASH_BYTES
 
-def file_bytes(extent_bytes: int, extents: int, entries: int) -> int:
-    """Bytes on disk of a file with ``extents`` extents and an index of ``entries`` entries."""
-    body = extents * (extent_bytes + CHECKSUM_BYTES)
-    index = entries * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
-    return ceil_div(body + index, DISK_BLOCK) * DISK_BLOCK
+
+def file_bytes(content: int) -> int:
+    """Bytes on disk of a file with so much in it."""
+    return ceil_div(content, DISK_BLOCK) * DISK_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,16 +144,36 @@ class ReadPlan:
     place: Wide
 
 
-def plan_read(layout: ExtentLayout, heads: Ids, positions: Ids, kv_heads: int) -> ReadPlan:
-    """The extents that hold the pages at ``positions`` [M] of ``heads`` [M] (kv head ids)."""
+def stored_extents(layout: ExtentLayout, positions: Ids) -> tuple[Wide, Wide]:
+    """(head, extent) [n] of every extent that holds one of the pages at ``positions`` [K, N]."""
+    extents = [np.unique(row.astype(np.int64) // layout.pages_per_extent) for row in positions]
+    heads = np.repeat(np.arange(len(positions), dtype=np.int64), [len(row) for row in extents])
+    return heads, np.concatenate(extents)
+
+
+def plan_read(
+    layout: ExtentLayout,
+    heads: Ids,
+    positions: Ids,
+    kv_heads: int,
+    also: tuple[Wide, Wide] | None = None,
+) -> ReadPlan:
+    """The extents that hold the pages at ``positions`` [M] of ``heads`` [M] (kv head ids).
+
+    also: (head, extent) of more extents to read, wanted or not.
+    """
     per_extent = layout.pages_per_extent
     extent, offset = np.divmod(positions.astype(np.int64), per_extent)
+    head = heads.astype(np.int64)
+    m = len(head)
+    if also is not None:
+        head, extent = np.concatenate([head, also[0]]), np.concatenate([extent, also[1]])
     tail = layout.extents - layout.prompt_extents
-    key = heads * np.int64(layout.prompt_extents) + extent
+    key = head * np.int64(layout.prompt_extents) + extent
     if tail:
         behind = extent >= layout.prompt_extents
         split = kv_heads * layout.prompt_extents
-        late = split + heads * np.int64(tail) + (extent - layout.prompt_extents)
+        late = split + head * np.int64(tail) + (extent - layout.prompt_extents)
         key = np.where(behind, late, key)
     order = np.argsort(key, kind="stable").astype(np.int64, copy=False)
     key = key[order]
@@ -163,8 +182,11 @@ def plan_read(layout: ExtentLayout, heads: Ids, positions: Ids, kv_heads: int) -
     np.not_equal(key[1:], key[:-1], out=first[1:])
     chosen = order[first]
     which = np.cumsum(first, dtype=np.int64) - 1
+    if also is not None:
+        wanted = order < m
+        order, which = order[wanted], which[wanted]
     return ReadPlan(
-        heads=heads[chosen].astype(np.int64),
+        heads=head[chosen],
         extents=extent[chosen],
         order=order,
         place=which * per_extent + offset[order],

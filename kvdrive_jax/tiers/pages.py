@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvdrive_jax.config import Precision
+from kvdrive_jax.tiers.precision import PageFormat
+
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int32]
 Wide = npt.NDArray[np.int64]
@@ -53,7 +56,8 @@ class PageError(RuntimeError):
 class PageGeometry:
     """Shape of everything in the store: L layers, K kv heads, chunks of c tokens of D values.
 
-    ``dtype`` may be any fixed-size NumPy dtype, bfloat16 of ml_dtypes included.
+    ``dtype`` may be any fixed-size NumPy dtype, bfloat16 of ml_dtypes included; ``dram`` and
+    ``ssd`` say what pages are kept as in those tiers.
     Raises ValueError when a number is not a positive integer.
     """
 
@@ -62,6 +66,8 @@ class PageGeometry:
     chunk_size: int
     head_dim: int
     dtype: np.dtype[Any]
+    dram: Precision = "model"
+    ssd: Precision = "model"
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "chunk_size", "head_dim"):
@@ -79,20 +85,44 @@ class PageGeometry:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
+        """Bytes of one page in HBM."""
         return math.prod(self.page_shape) * self.dtype.itemsize
 
+    @property
+    def dram_page_bytes(self) -> int:
+        """Bytes of one page in DRAM, and of one transfer to HBM."""
+        return self.format(self.dram).page_bytes
+
+    @property
+    def ssd_page_bytes(self) -> int:
+        """Bytes of one page on SSD."""
+        return self.format(self.ssd).page_bytes
+
+    @property
+    def dram_shape(self) -> tuple[int, ...]:
+        """Of one page as the store takes and gives it: ``page_shape``, or encoded bytes."""
+        return self.page_shape if self.dram == "model" else (self.dram_page_bytes,)
+
+    @property
+    def dram_dtype(self) -> np.dtype[Any]:
+        """Of one page as the store takes and gives it."""
+        return self.dtype if self.dram == "model" else np.dtype(np.uint8)
+
+    def format(self, precision: Precision) -> PageFormat:
+        """Pages of this geometry kept as ``precision``."""
+        return PageFormat(precision, self.chunk_size, self.head_dim, self.dtype)
+
     def check(self, name: str, pages: npt.NDArray[Any]) -> None:
-        """Raise ValueError unless ``pages`` is [K, any, 2, c, D] of this dtype."""
-        expected = (self.kv_heads, "any", *self.page_shape)
+        """Raise ValueError unless ``pages`` is [K, any, *dram_shape] of ``dram_dtype``."""
+        expected = (self.kv_heads, "any", *self.dram_shape)
         if (
-            pages.ndim != 5
+            pages.ndim != len(expected)
             or pages.shape[0] != self.kv_heads
-            or pages.shape[2:] != self.page_shape
-            or pages.dtype != self.dtype
+            or pages.shape[2:] != self.dram_shape
+            or pages.dtype != self.dram_dtype
         ):
             raise ValueError(
-                f"{name} must be {list(expected)} of {self.dtype}, "
+                f"{name} must be {list(expected)} of {self.dram_dtype}, "
                 f"got {list(pages.shape)} of {pages.dtype}"
             )
 
@@ -106,7 +136,7 @@ class FetchCount(NamedTuple):
 
 
 def page_rows(pages: npt.NDArray[Any], page_bytes: int) -> Bytes:
-    """Pages [n, 2, c, D] as rows of bytes [n, page_bytes], without a copy where C-contiguous."""
+    """Pages [n, ...] as rows of bytes [n, page_bytes], without a copy where C-contiguous."""
     flat = np.ascontiguousarray(pages).reshape(len(pages), math.prod(pages.shape[1:]))
     return flat.view(np.uint8).reshape(len(pages), page_bytes)
 

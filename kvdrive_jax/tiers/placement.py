@@ -13,16 +13,23 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvdrive_jax.config import SyncName, TierConfig
 from kvdrive_jax.telemetry import BudgetError
+from kvdrive_jax.tiers.cache import cache_bytes
 from kvdrive_jax.tiers.extents import INT32_LIMIT, ExtentLayout
 from kvdrive_jax.tiers.pages import PageGeometry, Wide
 
 READ_BYTES = 4 << 20
 READ_EXTENTS = 64
-"""One read buffer holds at most this much; larger fetches go through it in several rounds."""
+READ_SHARE = 64
+"""One read buffer holds at most this much, and this part of the session's DRAM; larger fetches go
+through it in several rounds."""
 
 METADATA_BYTES = 64 << 10
 """Directories and array descriptions of one session on disk."""
+
+WITHOUT_DRAM: tuple[SyncName, ...] = ("blockwise", "layerwise")
+"""Ways that keep no page in DRAM, for comparison."""
 
 MAP_BYTES = 4
 """One int32 entry of a chunk map."""
@@ -35,6 +42,8 @@ class SessionPlan:
     chunk_capacity: int
     rows: int
     """Pages in DRAM per (layer, kv head); all of them when equal to ``chunk_capacity``."""
+    cached: bool
+    """Whether pages come to DRAM and leave it while the session runs."""
     slab_bytes: int
     map_bytes: int
     layout: ExtentLayout | None
@@ -79,18 +88,19 @@ def staging_needs(
 
 def plan_session(
     geometry: PageGeometry,
+    tiers: TierConfig,
     *,
     chunk_capacity: int,
     dram_bytes: int | None,
     ssd: bool,
-    extent_bytes: int,
     prompt_chunks: int | None = None,
     piece_chunks: int = 64,
 ) -> SessionPlan:
     """Where the pages of a session of up to ``chunk_capacity`` chunks per (layer, kv head) go.
 
-    DRAM rows are shared equally by all (layer, kv head) pairs. ``dram_bytes`` is the session's
-    share of DRAM, maps included (None: as much as it can use).
+    ``dram_bytes`` is the session's share of DRAM, maps included (None: as much as it can use).
+    DRAM rows that do not hold everything are first shared equally by all (layer, kv head) pairs;
+    with ``tiers.fetch`` direct they stay so, because the device reads them where they are.
 
     Raises ValueError for counts out of range, BudgetError when the share cannot hold the maps, or
     without SSD cannot hold everything.
@@ -113,34 +123,15 @@ def plan_session(
             "2**31; raise chunk_size"
         )
     ssd = ssd and chunk_capacity > 0
-    layer_bytes = geometry.kv_heads * chunk_capacity * geometry.page_bytes
+    page = geometry.dram_page_bytes
+    layer_bytes = geometry.kv_heads * chunk_capacity * page
     everything = geometry.layers * layer_bytes
+    layout, ssd_bytes, read_bytes, write_bytes, ssd_maps = None, 0, 0, 0, 0
     one_map = pairs * chunk_capacity * MAP_BYTES
-    positions = one_map if ssd else 0
-    share = everything + positions if dram_bytes is None else dram_bytes
-    if everything + positions <= share:
-        rows, map_bytes = chunk_capacity, positions
-    elif not ssd:
-        raise BudgetError(
-            f"the session's DRAM share of {share:,} bytes cannot hold its pages, and there is no "
-            f"SSD tier: {geometry.layers} layers x {geometry.kv_heads} kv heads x "
-            f"{chunk_capacity:,} chunks x {geometry.page_bytes:,} bytes = {everything:,} bytes; "
-            "raise --dram-budget, or give --ssd-dir"
-        )
-    else:
-        map_bytes = positions + one_map
-        if map_bytes > share:
-            raise BudgetError(
-                f"the session's DRAM share of {share:,} bytes cannot hold the maps of its pages: "
-                f"2 maps x {pairs} (layer, kv head) pairs x {chunk_capacity:,} chunks x "
-                f"{MAP_BYTES} bytes = {map_bytes:,} bytes; raise --dram-budget"
-            )
-        rows = (share - map_bytes) // (pairs * geometry.page_bytes)
-    layout, ssd_bytes, read_bytes, write_bytes = None, 0, 0, 0
     if ssd:
         layout = ExtentLayout.plan(
-            page_bytes=geometry.page_bytes,
-            extent_bytes=extent_bytes,
+            page_bytes=geometry.ssd_page_bytes,
+            extent_bytes=tiers.extent_bytes,
             chunk_capacity=chunk_capacity,
             prompt_chunks=prompt_chunks,
             piece_chunks=piece_chunks,
@@ -148,17 +139,40 @@ def plan_session(
         ssd_bytes = METADATA_BYTES + layout.disk_bytes(
             geometry.layers, geometry.kv_heads, chunk_capacity, prompt_chunks
         )
-        extent = layout.extent_bytes
-        at_once = max(1, min(READ_EXTENTS, READ_BYTES // extent))
-        if rows < chunk_capacity:
-            read_bytes = extent * min(at_once, geometry.kv_heads * layout.extents)
-        write_bytes = extent * max(
+        ssd_maps = one_map + layout.hash_bytes(geometry.layers, geometry.kv_heads)
+        write_bytes = layout.extent_bytes * max(
             layout.shard_extents, geometry.kv_heads * layout.piece_extents if layout.pieces else 0
         )
+    share = everything + ssd_maps if dram_bytes is None else dram_bytes
+    cached, rows, map_bytes = False, chunk_capacity, ssd_maps
+    if everything + ssd_maps > share:
+        if layout is None:
+            raise BudgetError(
+                f"the session's DRAM share of {share:,} bytes cannot hold its pages, and there is "
+                f"no SSD tier: {geometry.layers} layers x {geometry.kv_heads} kv heads x "
+                f"{chunk_capacity:,} chunks x {page:,} bytes = {everything:,} bytes; "
+                "raise --dram-budget, or give --ssd-dir"
+            )
+        map_bytes = ssd_maps + one_map
+        if map_bytes > share:
+            raise BudgetError(
+                f"the session's DRAM share of {share:,} bytes cannot hold the maps of its pages: "
+                f"2 maps x {pairs} (layer, kv head) pairs x {chunk_capacity:,} chunks x "
+                f"{MAP_BYTES} bytes, and hashes = {map_bytes:,} bytes; raise --dram-budget"
+            )
+        cached = tiers.fetch != "direct"
+        row_bytes = cache_bytes(1, page) if cached else page
+        rows = (share - map_bytes) // (pairs * row_bytes)
+        if tiers.sync in WITHOUT_DRAM:
+            cached, rows = False, 0
+        most = min(READ_BYTES, share // READ_SHARE) // layout.extent_bytes
+        at_once = max(1, min(READ_EXTENTS, most))
+        read_bytes = layout.extent_bytes * min(at_once, geometry.kv_heads * layout.extents)
     return SessionPlan(
         chunk_capacity=chunk_capacity,
         rows=rows,
-        slab_bytes=pairs * rows * geometry.page_bytes,
+        cached=cached,
+        slab_bytes=pairs * rows * (cache_bytes(1, page) if cached else page),
         map_bytes=map_bytes,
         layout=layout,
         ssd_bytes=ssd_bytes,
@@ -177,11 +191,11 @@ class SessionSize(NamedTuple):
 
 def plan_sessions(
     geometry: PageGeometry,
+    tiers: TierConfig,
     sizes: Sequence[SessionSize],
     *,
     dram_bytes: int | None,
     ssd: bool,
-    extent_bytes: int,
     piece_chunks: int = 64,
     workers: int = 2,
     pending_bytes: int | None = None,
@@ -196,10 +210,10 @@ def plan_sessions(
     def plan(size: SessionSize, share: int | None) -> SessionPlan:
         return plan_session(
             geometry,
+            tiers,
             chunk_capacity=size.chunk_capacity,
             dram_bytes=share,
             ssd=ssd,
-            extent_bytes=extent_bytes,
             prompt_chunks=size.prompt_chunks,
             piece_chunks=piece_chunks,
         )
@@ -238,15 +252,19 @@ def plan_sessions(
     return plans
 
 
-def resident_chunks(importance: npt.NDArray[np.floating] | None, n_chunks: int, rows: int) -> Wide:
-    """Ids of the chunks that DRAM holds, ascending: the ``rows`` most important of ``n_chunks``.
+def rank_chunks(importance: npt.NDArray[np.floating] | None, n_chunks: int) -> Wide:
+    """Ids of ``n_chunks`` chunks, most important first. int64 [n_chunks].
 
     ``importance`` [N] of one (layer, kv head); ties go to the lowest id, NaN counts least. Without
-    it the first chunks are held.
+    it the first chunks come first.
     """
-    if rows >= n_chunks:
-        return np.arange(n_chunks, dtype=np.int64)
     if importance is None:
-        return np.arange(rows, dtype=np.int64)
+        return np.arange(n_chunks, dtype=np.int64)
     ranked = np.argsort(-importance[:n_chunks].astype(np.float64), kind="stable")
-    return np.sort(ranked[:rows]).astype(np.int64, copy=False)
+    return ranked.astype(np.int64, copy=False)
+
+
+def resident_chunks(ranked: Wide, rows: int, above: int) -> Wide:
+    """Those of ``ranked``, best first, that DRAM holds: the best ``rows`` behind the ``above``
+    best, which windows hold, then those."""
+    return np.concatenate([ranked[above:], ranked[:above]])[:rows]

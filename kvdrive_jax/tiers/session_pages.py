@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import concurrent.futures as futures
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvdrive_jax.config import TierConfig
 from kvdrive_jax.telemetry import Ledger, Traffic
+from kvdrive_jax.tiers.cache import DramCache
+from kvdrive_jax.tiers.directory import SsdDirectory
 from kvdrive_jax.tiers.dram import DramSlabs, SlabAllocator
-from kvdrive_jax.tiers.extents import ceil_div, cluster_order, plan_read
-from kvdrive_jax.tiers.pages import Bytes, FetchCount, Ids, PageError, PageGeometry, Wide
-from kvdrive_jax.tiers.placement import SessionPlan, resident_chunks
-from kvdrive_jax.tiers.ssd import SsdDirectory, SsdSegments
+from kvdrive_jax.tiers.extents import ceil_div, cluster_order
+from kvdrive_jax.tiers.link import Link
+from kvdrive_jax.tiers.pages import (
+    Bytes,
+    FetchCount,
+    Ids,
+    PageError,
+    PageGeometry,
+    page_rows,
+)
+from kvdrive_jax.tiers.placement import SessionPlan, rank_chunks, resident_chunks
+from kvdrive_jax.tiers.reader import PageReader
+from kvdrive_jax.tiers.ssd import SsdSegments
 from kvdrive_jax.tiers.staging import Transit
 
 Array = npt.NDArray[Any]
@@ -27,6 +39,7 @@ class Shared:
     """What the sessions of one store share."""
 
     geometry: PageGeometry
+    tiers: TierConfig
     ledger: Ledger
     traffic: Traffic
     transit: Transit
@@ -36,7 +49,12 @@ class Shared:
     """Called once by a worker when a session has failed."""
     seen: Callable[[PageError], None]
     """Called when the session's user was told of that failure."""
+    notice: Callable[[str], None]
+    """Called by a worker with a line for the user."""
     closed: Callable[[SessionPages], None]
+    read_ahead: Callable[..., futures.Future[None] | None]
+    """Runs a function on a worker, or not: there is a limit."""
+    link: Link | None = None
     allocate: SlabAllocator | None = None
 
 
@@ -52,7 +70,7 @@ class SessionPages:
         self.name, self.plan = name, plan
         self.failure: PageError | None = None
         self._shared = shared
-        geometry, ledger = shared.geometry, shared.ledger
+        geometry, ledger, tiers = shared.geometry, shared.ledger, shared.tiers
         self._heads, self._capacity = geometry.kv_heads, plan.chunk_capacity
         self._account = f"session {name} (#{serial})"
         self._count = [0] * geometry.layers
@@ -70,14 +88,34 @@ class SessionPages:
         try:
             ledger.reserve("dram", f"{self._account}: maps", plan.map_bytes)
             ledger.reserve("ssd", f"{self._account}: extents", plan.ssd_bytes)
-            self._dram = DramSlabs(geometry, plan.chunk_capacity, plan.rows, shared.allocate)
+            self._dram: DramCache | DramSlabs
+            if plan.cached:
+                self._dram = DramCache(
+                    geometry,
+                    plan.chunk_capacity,
+                    plan.rows,
+                    pooled=tiers.sync == "adaptive",
+                    scored=tiers.dram_eviction == "ranked",
+                )
+            else:
+                self._dram = DramSlabs(geometry, plan.chunk_capacity, plan.rows, shared.allocate)
             if plan.layout is not None and shared.directory is not None:
                 entries = self._heads * self._capacity
                 self._positions = [np.full(entries, -1, np.int32) for _ in self._count]
                 path = shared.directory.path / f"session-{serial:06d}"
-                self._segments = SsdSegments(
-                    path, geometry, plan.layout, shared.directory.context, name
-                )
+                self._segments = SsdSegments(path, geometry, plan.layout, name)
+            self._reader = PageReader(
+                name,
+                geometry,
+                plan.chunk_capacity,
+                self._dram,
+                self._positions,
+                self._segments,
+                sync=tiers.sync,
+                transit=shared.transit,
+                traffic=shared.traffic,
+                link=shared.link,
+            )
         except BaseException:
             self._release()
             raise
@@ -92,12 +130,15 @@ class SessionPages:
         return self._count[layer]
 
     def dram_rows(self, layer: int) -> tuple[Bytes, Ids | None]:
-        """Where a layer's pages are in DRAM: its slab [K * rows, page_bytes]; and the row in it of
-        each chunk [K * capacity] (-1: not in DRAM), None where chunk j of kv head k is row
-        k * rows + j.
+        """Where a layer's pages are in DRAM, for slabs that the device reads: the slab
+        [K * rows, page_bytes]; and the row in it of each chunk [K * capacity] (-1: not in DRAM),
+        None where chunk j of kv head k is row k * rows + j.
         """
-        table = self._dram.row_of_chunk
-        return self._dram.slabs[layer], None if table is None else table[layer]
+        dram = self._dram
+        if not isinstance(dram, DramSlabs):
+            raise ValueError(f"session {self.name!r} has no slabs: its pages move within DRAM")
+        table = dram.row_of_chunk
+        return dram.slabs[layer], None if table is None else table[layer]
 
     def offload(
         self,
@@ -106,6 +147,7 @@ class SessionPages:
         n_chunks: int,
         cluster_of_chunk: npt.NDArray[np.integer] | None,
         importance: npt.NDArray[np.floating] | None,
+        above: Sequence[int] | None = None,
     ) -> None:
         """Store the prompt's pages of one layer, in the background.
 
@@ -113,9 +155,11 @@ class SessionPages:
         the layer, returns; they must not change before.
 
         Args:
-            pages: [K, N, 2, c, D] by chunk id; what lies at ``n_chunks`` and beyond is padding.
+            pages: [K, N, *dram_shape] by chunk id; what lies at ``n_chunks`` and beyond is padding.
             cluster_of_chunk: integer [K, N], the order on SSD (by cluster, then id); None: by id.
             importance: [K, N], which chunks DRAM holds if not all; None: the first.
+            above: [K], how many of the most important a window holds, so that DRAM holds the next;
+                None: none.
 
         Raises ValueError for shapes and counts that do not fit, or a layer offloaded before;
         PageError when the session failed.
@@ -146,21 +190,31 @@ class SessionPages:
         if n_chunks == 0:
             return
         self._count[layer] = n_chunks
-        self._dram.used[layer] = min(n_chunks, self._dram.rows)
-        nbytes = n_chunks * self._shared.geometry.page_bytes
+        if isinstance(self._dram, DramSlabs):
+            self._dram.used[layer] = min(n_chunks, self._dram.rows)
+        nbytes = n_chunks * self._shared.geometry.dram_page_bytes
         self._shared.traffic.add("hbm_to_dram", self._heads * nbytes)
         for head in range(self._heads):
             clusters = None if cluster_of_chunk is None else cluster_of_chunk[head]
             weights = None if importance is None else importance[head]
+            better = 0 if above is None else min(int(above[head]), n_chunks)
             self._submit(
-                layer, head, nbytes, self._store_prompt, pages[head], n_chunks, clusters, weights
+                layer,
+                head,
+                nbytes,
+                self._store_prompt,
+                pages[head],
+                n_chunks,
+                clusters,
+                weights,
+                better,
             )
 
     def append(self, layer: int, pages: Array, first_chunk: int, n_new: int) -> None:
         """Store ``n_new`` flushed chunks of one layer, ids ``first_chunk`` and up.
 
-        ``pages`` [K, F, 2, c, D], F >= n_new. DRAM takes those it has free rows for before this
-        returns; SSD, where there is one, takes all in the background (see ``offload``).
+        ``pages`` [K, F, *dram_shape], F >= n_new. DRAM takes what it can before this returns; SSD,
+        where there is one, takes all in the background (see ``offload``).
 
         Raises ValueError when ids do not follow those stored or exceed the capacity, PageError when
         the session failed.
@@ -187,9 +241,15 @@ class SessionPages:
                     f"chunks: {layout.pieces} pieces of up to {step} chunks were reserved; open "
                     "the session with the chunks of one flush as piece_chunks"
                 )
-        page_bytes = self._shared.geometry.page_bytes
+        page_bytes = self._shared.geometry.dram_page_bytes
         self._shared.traffic.add("hbm_to_dram", self._heads * n_new * page_bytes)
-        self._dram.append(layer, pages, first_chunk, n_new)
+        if isinstance(self._dram, DramSlabs):
+            self._dram.append(layer, pages, first_chunk, n_new)
+        else:
+            chunk = np.arange(first_chunk, first_chunk + n_new)
+            for head in range(self._heads):
+                key = self._dram.key(layer, head, chunk)
+                self._dram.install(key, page_rows(pages[head, :n_new], page_bytes))
         self._count[layer] = first_chunk + n_new
         if layout is None or segments is None:
             return
@@ -219,6 +279,7 @@ class SessionPages:
             return
         futures.wait(list(self._fetches))
         self._closed = True
+        self._reader.settle()
         futures.wait([job for jobs in self._pending for job in jobs])
         self._release()
         self._shared.closed(self)
@@ -238,53 +299,33 @@ class SessionPages:
                 f"0..{count - 1}, got heads {head.min()}..{head.max()} and chunks "
                 f"{chunk.min()}..{chunk.max()}"
             )
-        index = head * self._capacity + chunk
-        dram, m = self._dram, len(chunk)
-        if dram.row_of_chunk is None:
-            dram.slabs[layer].take(index, axis=0, out=target, mode="clip")
-            return FetchCount(m, 0, 0)
-        row = dram.row_of_chunk[layer].take(index)
-        absent = np.flatnonzero(row < 0)
-        if len(absent) < m:
-            # Absent pages get row 0 here and their own bytes below: cheaper than a second copy.
-            dram.slabs[layer].take(row, axis=0, out=target, mode="clip")
-        if not len(absent):
-            return FetchCount(m, 0, 0)
-        position = self._positions[layer].take(index[absent])
-        nbytes = self._gather_ssd(layer, head[absent], position, target, absent)
-        return FetchCount(m - len(absent), len(absent), nbytes)
+        return self._reader.gather(layer, head, chunk, target, count)
+
+    def begin_step(self) -> None:
+        """What is read and ranked from now on is worth more to DRAM than before."""
+        if isinstance(self._dram, DramCache):
+            self._dram.advance()
+
+    def rank(self, layer: int, ids: Ids) -> None:
+        """Chunks that ranked close to being selected in a step, [K, M], -1 for none: DRAM keeps
+        them longest, and what is on SSD alone is read ahead."""
+        if self.failure is not None or self._closed or not isinstance(self._dram, DramCache):
+            return
+        head, at = np.nonzero(ids >= 0)
+        chunk = ids[head, at]
+        if not len(chunk) or self._pending[layer]:
+            return
+        stored = self._count[layer]
+        if int(chunk.max()) >= stored:
+            raise ValueError(f"ids must be below {stored}, got {chunk.max()}")
+        self._reader.read_ahead(
+            layer, head.astype(np.int32), chunk, stored, self._shared.read_ahead, self._fail
+        )
 
     def track(self, fetch: futures.Future[FetchCount]) -> None:
         """Keep the session from closing under a fetch."""
         self._fetches.add(fetch)
         fetch.add_done_callback(self._fetches.discard)
-
-    def _gather_ssd(
-        self, layer: int, head: Ids, position: Ids, target: Bytes, at: npt.NDArray[np.intp]
-    ) -> int:
-        layout, segments = self.plan.layout, self._segments
-        if layout is None or segments is None:
-            raise PageError("its pages on SSD are gone", session=self.name, layer=layer)
-        plan = plan_read(layout, head, position, self._heads)
-        per_extent, extent_bytes = layout.pages_per_extent, layout.extent_bytes
-        n = len(plan.extents)
-        with self._shared.transit.reads.borrow() as scratch:
-            per_round = scratch.nbytes // extent_bytes
-            for first in range(0, n, per_round):
-                last = min(n, first + per_round)
-                block = scratch[: (last - first) * extent_bytes]
-                segments.read(
-                    layer,
-                    plan.heads[first:last],
-                    plan.extents[first:last],
-                    block.reshape(last - first, extent_bytes),
-                )
-                edges = np.searchsorted(plan.place, (first * per_extent, last * per_extent))
-                chosen = slice(int(edges[0]), int(edges[1]))
-                pages = block.reshape(-1, layout.page_bytes)
-                target[at[plan.order[chosen]]] = pages[plan.place[chosen] - first * per_extent]
-        self._shared.traffic.add("ssd_to_dram", n * extent_bytes)
-        return n * extent_bytes
 
     # Workers.
 
@@ -309,7 +350,7 @@ class SessionPages:
             if self.failure is None and not self._closed:
                 job(layer, head, *args)
         except PageError as error:
-            self._fail(error)
+            self._fail_or_leave_ssd(error)
         except Exception as error:
             failure = PageError(
                 f"cannot be stored: {type(error).__name__}: {error}",
@@ -330,19 +371,24 @@ class SessionPages:
         n_chunks: int,
         clusters: npt.NDArray[np.integer] | None,
         importance: npt.NDArray[np.floating] | None,
+        above: int,
     ) -> None:
-        rows = self._dram.rows
-        if rows:
-            chunks = resident_chunks(importance, n_chunks, rows)
-            self._dram.put(layer, head, pages, chunks)
+        dram, rows = self._dram, page_rows(pages, self._shared.geometry.dram_page_bytes)
+        ranked = rank_chunks(importance, n_chunks)
+        if isinstance(dram, DramSlabs):
+            dram.put(layer, head, rows, np.sort(resident_chunks(ranked, dram.rows, 0)))
+        elif self._shared.tiers.warm_up != "none":
+            chunks = resident_chunks(ranked, dram.rows_per_pair, above)
+            worth = 1 - (np.arange(len(chunks)) + 1) / (n_chunks + 1)
+            dram.put(dram.key(layer, head, chunks), rows, chunks, worth)
         if self._segments is not None:
-            order: Wide = cluster_order(clusters, n_chunks)
+            order = cluster_order(clusters, n_chunks)
             start = head * self._capacity
             self._positions[layer][start : start + n_chunks][order] = np.arange(
                 n_chunks, dtype=np.int32
             )
             with self._shared.transit.writes.borrow() as scratch:
-                written = self._segments.write_prompt(layer, head, pages, order, scratch)
+                written = self._segments.write_prompt(layer, head, rows, order, scratch)
             self._count_written(written)
 
     def _store_piece(self, layer: int, head: int | None, piece: int, pages: Array) -> None:
@@ -355,6 +401,14 @@ class SessionPages:
         self._shared.traffic.add("dram_to_ssd", nbytes)
         with self._lock:
             self._written += nbytes
+
+    def _fail_or_leave_ssd(self, error: PageError) -> None:
+        """A write to SSD failed: where DRAM holds everything, the session goes on without SSD."""
+        if self.plan.rows < self._capacity or error.path is None:
+            self._fail(error)
+            return
+        if self._remove_files():
+            self._shared.notice(f"{error}; its pages are all in DRAM, it goes on without SSD")
 
     def _fail(self, error: PageError) -> None:
         with self._lock:
@@ -389,12 +443,16 @@ class SessionPages:
         if self._closed:
             raise RuntimeError(f"session {self.name!r} is closed")
 
-    def _remove_files(self) -> None:
+    def _remove_files(self) -> bool:
+        """Whether there were any."""
         with self._lock:
             segments, self._segments = self._segments, None
-        if segments is not None:
-            segments.remove()
-            self._shared.ledger.release("ssd", f"{self._account}: extents")
+        self._reader.drop_ssd()
+        if segments is None:
+            return False
+        segments.remove()
+        self._shared.ledger.release("ssd", f"{self._account}: extents")
+        return True
 
     def _release(self) -> None:
         """Give back whatever is held; what the constructor did not reach is not."""
@@ -407,4 +465,5 @@ class SessionPages:
                 if account.startswith(f"{self._account}: "):
                     ledger.release(tier, account)
         self._positions = []
-        self.__dict__.pop("_dram", None)
+        for name in ("_dram", "_reader"):
+            self.__dict__.pop(name, None)

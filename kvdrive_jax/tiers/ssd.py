@@ -1,102 +1,40 @@
-"""The SSD tier: one private directory per store, and the checksummed extents of each session.
+"""The SSD tier: the extents of each session, in files that TensorStore writes.
 
-TensorStore's zarr3 driver holds raw bytes; every extent carries a crc32c, the index of every file
-too, and an extent that is not there is an error, never a fill value. Two arrays per session:
-``prompt`` [L, K, extents, extent_bytes], several extents of one segment to a file, and ``pieces``
-of the same form for flushed chunks, one piece of all kv heads of a layer to a file. Files are not
-synced: this tier is a cache and ends with its process.
+Two zarr3 arrays of raw bytes per session: ``prompt`` [L, K, extents, extent_bytes], several extents
+of one segment to a file, and ``pieces`` of the same form for flushed chunks, one piece of all kv
+heads of a layer to a file. Files are not synced: this tier is a cache and ends with its process.
+
+Reads do not go through TensorStore, which costs 40 us for every extent and a copy, and gives a
+third of what the disk can: without codecs extent j of a file lies at byte j * extent_bytes, and
+``preadv`` brings it to where it is wanted. `benchmarks/tiers.py read` compares the two. A hash of
+every extent stays in memory; what is read counts only when it has that hash, so that stale and
+misplaced bytes are found as well as damaged ones.
 
 Any thread may read; each (layer, head, piece) is written once, before anyone may ask for it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-import tempfile
-import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tensorstore as ts
+import xxhash
 
 from kvdrive_jax.tiers.extents import ExtentLayout, ceil_div
 from kvdrive_jax.tiers.pages import Bytes, PageError, PageGeometry, Wide, page_rows
+from kvdrive_jax.tiers.precision import transcode
 
 IO_CONCURRENCY = 8
-"""Reads and writes in flight at once: the queue depth that the disk sees."""
-
-PROBE_BYTES = 4096
+"""Writes in flight at once."""
 
 
-class SsdDirectory:
-    """``kvdrive-<pid>-<random>`` under ``parent``, removed on close and when Python exits.
-
-    Raises ValueError, before anything else happens, when ``parent`` is missing, not a directory,
-    or cannot be written (shown by writing, syncing and reading a small file).
-    """
-
-    def __init__(self, parent: str) -> None:
-        self.parent = parent
-        if not Path(parent).exists():
-            raise ValueError(f"ssd_dir {parent!r} does not exist: create it or name another")
-        if not Path(parent).is_dir():
-            raise ValueError(f"ssd_dir {parent!r} is not a directory: name one")
-        try:
-            self.path = Path(tempfile.mkdtemp(prefix=f"kvdrive-{os.getpid()}-", dir=parent))
-        except OSError as error:
-            raise ValueError(
-                f"ssd_dir {parent!r} cannot be written ({error.strerror}): name another"
-            ) from error
-        self._finalizer = weakref.finalize(self, _remove_tree, self.path, os.getpid())
-        self.context = _io_context()
-        try:
-            _probe(self.path / "probe")
-        except OSError as error:
-            self.close()
-            raise ValueError(
-                f"ssd_dir {parent!r} cannot hold a file of {PROBE_BYTES} bytes "
-                f"({error.strerror or error}): free some space or name another"
-            ) from error
-
-    def check_free(self, nbytes: int, promised: int) -> None:
-        """Raise ValueError unless the file system has ``nbytes`` free beside the ``promised``."""
-        stat = os.statvfs(self.path)
-        free = stat.f_bavail * stat.f_frsize
-        if nbytes + promised > free:
-            raise ValueError(
-                f"ssd_dir {self.parent!r} has {free:,} bytes free, but this session needs "
-                f"{nbytes:,} and open sessions still need {promised:,}: "
-                "free some space or name another directory"
-            )
-
-    def close(self) -> None:
-        """Remove the directory and everything in it; idempotent. OSError says what remained."""
-        if self._finalizer.alive:
-            self._finalizer()
-            if self.path.exists():
-                shutil.rmtree(self.path)
-
-
-def _probe(path: Path) -> None:
-    data = os.urandom(PROBE_BYTES)
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    if path.read_bytes() != data:
-        raise OSError("what was read is not what was written")
-    path.unlink()
-
-
-def _remove_tree(path: Path, owner: int) -> None:
-    # A forked child inherits the finalizer, but not the files.
-    if os.getpid() == owner:
-        shutil.rmtree(path, ignore_errors=True)
-
-
+@functools.cache
 def _io_context() -> ts.Context:
     """Settings of all arrays of a store: own concurrency, no locks, no syncs, no RAM cache."""
     return ts.Context(
@@ -111,9 +49,6 @@ def _io_context() -> ts.Context:
 
 
 def _array_spec(path: Path, shape: list[int], file_shape: list[int]) -> dict[str, Any]:
-    extent = [1, 1, 1, shape[3]]
-    checksum = {"name": "crc32c"}
-    little = {"name": "bytes", "configuration": {"endian": "little"}}
     return {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{path}/"},
@@ -123,22 +58,16 @@ def _array_spec(path: Path, shape: list[int], file_shape: list[int]) -> dict[str
             "fill_value": 0,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": file_shape}},
             "chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}},
-            "codecs": [
-                {
-                    "name": "sharding_indexed",
-                    "configuration": {
-                        "chunk_shape": extent,
-                        "codecs": [{"name": "bytes"}, checksum],
-                        "index_codecs": [little, checksum],
-                        "index_location": "end",
-                    },
-                }
-            ],
+            "codecs": [{"name": "bytes"}],
         },
-        # Extents of zeros are written, and absent ones are errors: zeros never stand in for data.
+        # Extents of zeros are written: an absent file is an error.
         "store_data_equal_to_fill_value": True,
-        "fill_missing_data_reads": False,
     }
+
+
+def hashes(blocks: Bytes) -> npt.NDArray[np.uint64]:
+    """xxh3 [n] of rows of bytes [n, extent_bytes]."""
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, blocks), np.uint64, len(blocks))
 
 
 class SsdSegments:
@@ -152,13 +81,19 @@ class SsdSegments:
         path: Path,
         geometry: PageGeometry,
         layout: ExtentLayout,
-        context: ts.Context,
         session: str,
     ) -> None:
         self.path, self.layout, self._session = path, layout, session
-        self._heads = geometry.kv_heads
+        self._heads, context = geometry.kv_heads, _io_context()
+        self._dram_page = geometry.dram_page_bytes
+        self._encode = (
+            None
+            if geometry.dram == geometry.ssd
+            else transcode(geometry.format(geometry.dram), geometry.format(geometry.ssd))
+        )
         extent = layout.extent_bytes
         lead = [geometry.layers, geometry.kv_heads]
+        self._hashes = np.zeros((*lead, layout.extents), np.uint64)
         prompt_files = [1, 1, layout.shard_extents, extent]
         piece_files = [1, geometry.kv_heads, layout.piece_extents, extent]
         shape = [*lead, layout.prompt_extents, extent]
@@ -188,41 +123,46 @@ class SsdSegments:
         piece = (extent - layout.prompt_extents) // layout.piece_extents
         return self.path / "pieces" / f"{layer}.0.{piece}.0"
 
-    def write_prompt(
-        self, layer: int, head: int, pages: npt.NDArray[Any], order: Wide, scratch: Bytes
-    ) -> int:
-        """Write ``pages[order]`` ([N, 2, c, D] by chunk id) from position 0 on. Returns bytes."""
+    def write_prompt(self, layer: int, head: int, rows: Bytes, order: Wide, scratch: Bytes) -> int:
+        """Write pages ``rows[order]`` ([N, bytes in DRAM] by chunk id) from position 0 on. Returns
+        bytes."""
         layout = self.layout
-        rows = page_rows(pages, layout.page_bytes)
         per_file = layout.shard_extents * layout.pages_per_extent
         written = 0
         for start in range(0, len(order), per_file):
             chosen = order[start : start + per_file]
             count = ceil_div(len(chosen), layout.pages_per_extent)
             block = scratch[: count * layout.extent_bytes].reshape(-1, layout.page_bytes)
-            np.take(rows, chosen, axis=0, out=block[: len(chosen)], mode="clip")
+            if self._encode is None:
+                np.take(rows, chosen, axis=0, out=block[: len(chosen)], mode="clip")
+            else:
+                block[: len(chosen)] = self._encode(rows[chosen])
             block[len(chosen) :] = 0
             first = start // layout.pages_per_extent
             target = self._prompt[layer][head, first : first + count]
-            self._write(target, block.reshape(count, -1), layer, head, first)
+            extents = block.reshape(count, -1)
+            self._hashes[layer, head, first : first + count] = hashes(extents)
+            self._write(target, extents, layer, head, first)
             written += block.nbytes
         return written
 
     def write_piece(self, layer: int, piece: int, pages: npt.NDArray[Any], scratch: Bytes) -> int:
-        """Write ``pages`` [K, F, 2, c, D] as one piece of a layer. Returns bytes."""
+        """Write ``pages`` [K, F, *dram_shape] as one piece of a layer. Returns bytes."""
         layout = self.layout
         n_new = pages.shape[1]
         count = ceil_div(n_new, layout.pages_per_extent)
         block = scratch[: self._heads * count * layout.extent_bytes]
         by_page = block.reshape(self._heads, -1, layout.page_bytes)
         for head in range(self._heads):
-            by_page[head, :n_new] = page_rows(pages[head], layout.page_bytes)
+            rows = page_rows(pages[head], self._dram_page)
+            by_page[head, :n_new] = rows if self._encode is None else self._encode(rows)
         by_page[:, n_new:] = 0
-        first = piece * layout.piece_extents
+        first, extent = piece * layout.piece_extents, layout.piece_extent(piece)
         target = self._pieces[layer][:, first : first + count]
-        self._write(
-            target, block.reshape(self._heads, count, -1), layer, None, layout.piece_extent(piece)
-        )
+        extents = block.reshape(self._heads, count, -1)
+        for head in range(self._heads):
+            self._hashes[layer, head, extent : extent + count] = hashes(extents[head])
+        self._write(target, extents, layer, None, extent)
         return block.nbytes
 
     def _write(
@@ -243,8 +183,8 @@ class SsdSegments:
     def read(self, layer: int, heads: Wide, extents: Wide, target: Bytes) -> None:
         """Read extents (prompt extents first) of one layer into ``target`` [n, extent_bytes].
 
-        All go to the disk in one batch, neighbours in one read. If that fails, each is read again
-        alone; raises PageError naming the first that fails again.
+        All go to the disk at once, neighbours in one read. If that fails, each is read again alone;
+        raises PageError naming the first that fails again.
         """
         try:
             self._read_batch(layer, heads, extents, target)
@@ -265,20 +205,51 @@ class SsdSegments:
                     ) from error
 
     def _read_batch(self, layer: int, heads: Wide, extents: Wide, target: Bytes) -> None:
-        prompt = int(np.searchsorted(extents >= self.layout.prompt_extents, True))
-        reads = []
-        if prompt:
-            source = self._prompt[layer].vindex[heads[:prompt], extents[:prompt]]
-            reads.append(ts.array(target[:prompt], copy=False, write=True).write(source))
-        if prompt < len(extents):
-            tail = extents[prompt:] - self.layout.prompt_extents
-            source = self._pieces[layer].vindex[heads[prompt:], tail]
-            reads.append(ts.array(target[prompt:], copy=False, write=True).write(source))
-        # Wait for all before raising: none may write into ``target`` after this returns.
-        errors = [error for error in (read.exception() for read in reads) if error is not None]
-        if errors:
-            raise errors[0]
+        layout, size = self.layout, self.layout.extent_bytes
+        files, place = self._places(heads, extents)
+        # One more than a file holds: a run never goes on in the next file.
+        stride = max(layout.shard_extents, self._heads * layout.piece_extents) + 1
+        first = np.flatnonzero(np.diff(files * stride + place, prepend=-2) != 1)
+        count = np.diff(first, append=len(place))
+        columns = (files[first], heads[first], extents[first], place[first] * size, first, count)
+        runs = list(zip(*(column.tolist() for column in columns), strict=True))
+        flat = target.reshape(-1).data
+        opened: dict[int, int] = {}
+        try:
+            for file, head, extent, offset, _, n in runs:
+                if file not in opened:
+                    path = self.file_of(layer, head, extent)
+                    opened[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                # The disk gets all requests before the first is waited for.
+                _will_need(opened[file], offset, n * size)
+            for file, _, _, offset, at, n in runs:
+                got = os.preadv(opened[file], [flat[at * size : (at + n) * size]], offset)
+                if got != n * size:
+                    raise OSError(f"{got:,} of {n * size:,} bytes at {offset:,} can be read")
+        finally:
+            for handle in opened.values():
+                os.close(handle)
+        if not np.array_equal(hashes(target), self._hashes[layer, heads, extents]):
+            raise OSError("the bytes read are not those that were written")
+
+    def _places(self, heads: Wide, extents: Wide) -> tuple[Wide, Wide]:
+        """For each extent a number of its file in the layer, and its place there."""
+        layout = self.layout
+        file, place = np.divmod(extents, layout.shard_extents)
+        per_segment = ceil_div(layout.prompt_extents, layout.shard_extents)
+        file = heads * per_segment + file
+        if layout.pieces:
+            piece, within = np.divmod(extents - layout.prompt_extents, layout.piece_extents)
+            behind = extents >= layout.prompt_extents
+            file = np.where(behind, self._heads * per_segment + piece, file)
+            place = np.where(behind, heads * layout.piece_extents + within, place)
+        return file, place
 
     def remove(self) -> None:
         """Remove the session's files; what is gone already is fine."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _will_need(handle: int, offset: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_WILLNEED)

@@ -26,7 +26,7 @@ from kvdrive_jax.tiers.placement import IN_FLIGHT, READS, WRITES, SessionPlan, s
 
 @dataclass(frozen=True, kw_only=True)
 class Staging:
-    """One buffer [pages_capacity, 2, c, D], lent until it is released."""
+    """One buffer [pages_capacity, *dram_shape], lent until it is released."""
 
     buffer: npt.NDArray[Any]
     index: int
@@ -53,14 +53,14 @@ class StagingRing:
                 "count and pages_capacity must be at least 1, "
                 f"got count={count}, pages_capacity={pages_capacity}"
             )
-        nbytes = pages_capacity * geometry.page_bytes
+        nbytes = pages_capacity * geometry.dram_page_bytes
         self._ledger, self._name = ledger, name
         ledger.reserve("dram", name, count * nbytes)
         try:
             self._buffers = [
                 touched_bytes(nbytes, "a staging buffer")
-                .view(geometry.dtype)
-                .reshape(pages_capacity, *geometry.page_shape)
+                .view(geometry.dram_dtype)
+                .reshape(pages_capacity, *geometry.dram_shape)
                 for _ in range(count)
             ]
         except BaseException:

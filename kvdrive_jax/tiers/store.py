@@ -23,12 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdrive_jax.config import TierConfig
-from kvdrive_jax.telemetry import BudgetError, Ledger, Traffic
-from kvdrive_jax.tiers.dram import SlabAllocator, available_bytes
+from kvdrive_jax.telemetry import BudgetError, Ledger, Traffic, host_memory_bytes
+from kvdrive_jax.tiers.directory import SsdDirectory
+from kvdrive_jax.tiers.dram import SlabAllocator
+from kvdrive_jax.tiers.link import Link
 from kvdrive_jax.tiers.pages import Bytes, FetchCount, Ids, PageError, PageGeometry, page_rows
 from kvdrive_jax.tiers.placement import SessionPlan, plan_session
 from kvdrive_jax.tiers.session_pages import SessionPages, Shared
-from kvdrive_jax.tiers.ssd import SsdDirectory
 from kvdrive_jax.tiers.staging import Transit
 
 Array = npt.NDArray[Any]
@@ -40,7 +41,7 @@ class PageStore:
 
     ``workers`` threads write and as many fetch. ``pending_bytes`` bounds the pages handed in and
     not yet stored (None: one layer of the largest open session). ``allocate`` gives the memory of
-    the DRAM tier (None: ordinary memory).
+    the DRAM tier (None: ordinary memory). ``link`` imitates a slower SSD.
 
     Raises ValueError when ``tiers.ssd_dir`` cannot be used.
     """
@@ -55,6 +56,7 @@ class PageStore:
         workers: int = 2,
         pending_bytes: int | None = None,
         allocate: SlabAllocator | None = None,
+        link: Link | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
@@ -63,11 +65,15 @@ class PageStore:
         self._lock = threading.Lock()
         self._failures: list[PageError] = []
         self._sessions: list[SessionPages] = []
+        self._notices: list[str] = []
         self._opened = 0
         self._closed = False
+        self._workers = workers
+        self._reading_ahead = 0
         self._fetchers = futures.ThreadPoolExecutor(workers, "kvdrive-fetch")
         self._shared = Shared(
             geometry=geometry,
+            tiers=tiers,
             ledger=ledger,
             traffic=traffic,
             transit=Transit(ledger, workers, pending_bytes),
@@ -75,7 +81,10 @@ class PageStore:
             directory=directory,
             failed=self._failed,
             seen=self._seen,
+            notice=self._notices.append,
             closed=self._forget,
+            read_ahead=self._read_ahead,
+            link=link,
             allocate=allocate,
         )
 
@@ -91,10 +100,10 @@ class PageStore:
         """What ``open`` with these arguments would reserve; see ``placement.plan_session``."""
         return plan_session(
             self.geometry,
+            self._tiers,
             chunk_capacity=chunk_capacity,
             dram_bytes=dram_bytes,
             ssd=ssd,
-            extent_bytes=self._tiers.extent_bytes,
             prompt_chunks=prompt_chunks,
             piece_chunks=piece_chunks,
         )
@@ -138,8 +147,8 @@ class PageStore:
                 # What does not fit is read back from SSD, through buffers that count as well.
                 partial = plan_for(plan.dram_bytes - 1) if ssd and plan.dram_bytes else plan
                 plan = plan_for(max(0, left - transit.growth([*others, partial])))
-        needed, free = plan.dram_bytes + transit.growth([*others, plan]), available_bytes()
-        if free is not None and needed > free:
+        needed, free = plan.dram_bytes + transit.growth([*others, plan]), host_memory_bytes()
+        if needed > free:
             raise BudgetError(
                 f"session {name!r} needs {needed:,} bytes of host memory, {free:,} are available; "
                 "lower --dram-budget"
@@ -171,7 +180,7 @@ class PageStore:
         Args:
             rows: the sessions of the batch. row, head, chunk: integer [M]; page i is ``chunk[i]``
                 of kv head ``head[i]`` of session ``rows[row[i]]``. Fastest as int32, by row.
-            out: [>= M, 2, c, D], C-contiguous, of the store's dtype.
+            out: [>= M, *dram_shape], C-contiguous, of ``dram_dtype``.
 
         Raises ValueError for ids that are not stored, PageError when pages cannot be read or the
         session failed earlier; ``out`` then still holds the pages of all other sessions.
@@ -223,17 +232,17 @@ class PageStore:
             ids.append(narrow)
         if (
             len(out) < m
-            or out.shape[1:] != geometry.page_shape
-            or out.dtype != geometry.dtype
+            or out.shape[1:] != geometry.dram_shape
+            or out.dtype != geometry.dram_dtype
             or not out.flags.c_contiguous
             or not out.flags.writeable
         ):
             raise ValueError(
                 f"out must be a writeable, C-contiguous [>= {m}, "
-                f"{', '.join(map(str, geometry.page_shape))}] of {geometry.dtype}, "
+                f"{', '.join(map(str, geometry.dram_shape))}] of {geometry.dram_dtype}, "
                 f"got {list(out.shape)} of {out.dtype}"
             )
-        return ids[0], ids[1], ids[2], page_rows(out, geometry.page_bytes)[:m]
+        return ids[0], ids[1], ids[2], page_rows(out, geometry.dram_page_bytes)[:m]
 
     def submit_fetch(
         self,
@@ -250,6 +259,38 @@ class PageStore:
         for session in rows:
             session.track(future)
         return future
+
+    def begin_step(self) -> None:
+        """A decode step begins: what it reads and ranks is worth more to DRAM than before."""
+        for session in self._sessions:
+            session.begin_step()
+
+    def rank(self, layer: int, rows: Sequence[SessionPages | None], ids: Ids) -> None:
+        """What ranked close to being selected in one layer of a step; see ``SessionPages.rank``.
+        ids: [B, K, M] int32, -1 for none; rows: the batch, None for ended
+        sessions."""
+        for session, ranked in zip(rows, ids, strict=True):
+            if session is not None:
+                session.rank(layer, ranked)
+
+    def notices(self) -> list[str]:
+        """What the user should be told since the last call."""
+        told, self._notices[:] = list(self._notices), []
+        return told
+
+    def _read_ahead(self, job: Any, *args: Any) -> futures.Future[None] | None:
+        # Reading ahead must not pile up behind a slow disk: what cannot begin soon is left out.
+        with self._lock:
+            if self._reading_ahead >= 2 * self._workers or self._closed:
+                return None
+            self._reading_ahead += 1
+        future = self._fetchers.submit(job, *args)
+        future.add_done_callback(self._ahead_is_read)
+        return future
+
+    def _ahead_is_read(self, future: futures.Future[None]) -> None:
+        with self._lock:
+            self._reading_ahead -= 1
 
     def poll(self) -> None:
         """Raise the oldest worker error that nobody has seen yet."""

@@ -89,6 +89,12 @@ def pool_rows(directory: Directory, slots: jax.Array) -> jax.Array:
     return jnp.where(slots < 0, -1, directory.first[..., None] + slots)
 
 
+def in_window(directory: Directory, ids: jax.Array) -> jax.Array:
+    """Whether chunks [B, K, M] are in their window; False for -1."""
+    slots = jnp.take_along_axis(directory.slot_of_chunk, jnp.maximum(ids, 0), axis=-1)
+    return (slots >= 0) & (ids >= 0)
+
+
 def observe(directory: Directory, scores: jax.Array, ids: jax.Array) -> Directory:
     """Takes note of a step's scores [B, K, N] and selection [B, K, P], before `place`."""
     return replace(directory, history=smooth(directory.history, scores, ids))
