@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,18 @@ from kvdrive_jax import compat
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
 from kvdrive_jax.methods.table import METHODS
 from kvdrive_jax.models.rope import inverse_frequencies
-from kvdrive_jax.pallas.prompt import prompt_implementation
+from kvdrive_jax.pallas.prompt import prompt_implementation, why_not_prompt
+from kvdrive_jax.pipeline.indexing import put_together
 from kvdrive_jax.pipeline.prefill import embed_prompt, last_logits, prefill_layer
 from kvdrive_jax.plan import Plan
 from kvdrive_jax.report import RunReport
 from kvdrive_jax.sampling import SamplingConfig, SamplingRule, SamplingValues, all_finite, choose
+from kvdrive_jax.saved import SavedSession, save_session
 from kvdrive_jax.session import Session, StreamEvent
+from kvdrive_jax.shapes import prompt_capacity
 from kvdrive_jax.telemetry import Progress
+from kvdrive_jax.tiers.archive import ArchiveError
+from kvdrive_jax.tiers.pages import PageError
 
 SCRATCH = ("prefill", "logits")
 """HBM accounts that the batch itself holds; the rest is the method's."""
@@ -61,8 +67,11 @@ def run_batch(
     report: RunReport,
     *,
     quiet: bool,
+    save_to: str | None = None,
 ) -> Generator[StreamEvent, None, None]:
     """Events of one batch. Whatever ends it, everything it held is given back.
+
+    save_to: where its only session is saved when it ends.
 
     Sessions that have not ended when the iterator is closed or interrupted end as ``cancelled``.
     """
@@ -76,7 +85,7 @@ def run_batch(
             held.append(name)
         rows = start_rows(tools, sessions, plan)
         method = METHODS[tools.config.method](tools, plan, rows)
-        batch = _Batch(tools, sessions, plan, rows, method, report, quiet)
+        batch = _Batch(tools, sessions, plan, rows, method, report, quiet, save_to)
         logits = batch.prefill()
         yield from batch.decode(logits, sampling)
     except (KeyboardInterrupt, GeneratorExit):
@@ -100,7 +109,10 @@ class _Batch:
         method: BatchMethod,
         report: RunReport,
         quiet: bool,
+        save_to: str | None,
     ) -> None:
+        self.save_to = save_to
+        self._logits = jnp.zeros((0, 0))
         self.tools, self.sessions, self.plan = tools, sessions, plan
         self.rows, self.method, self.report, self.quiet = rows, method, report, quiet
 
@@ -115,7 +127,10 @@ class _Batch:
         logits = []
         done = 0
         for row, session in enumerate(self.sessions):
-            logits.append(self._prefill_row(row, session, progress, done))
+            if session.resume is not None and session.resume.whole:
+                logits.append(self._restore_row(row, session.resume.saved, progress))
+            else:
+                logits.append(self._prefill_row(row, session, progress, done))
             done += len(session.prompt_ids)
         self.method.finish_prefill()
         out = jnp.concatenate(logits)
@@ -132,12 +147,22 @@ class _Batch:
         length = len(session.prompt_ids)
         padded = np.zeros(self.plan.shape.prompt_capacity, np.int32)
         padded[:length] = session.prompt_ids
-        implementation = prompt_implementation(
-            compat.platform(), model.dtype, model.config.head_dim
-        )
+        kind = (compat.platform(), model.dtype, model.config.head_dim)
+        implementation = prompt_implementation(*kind)
+        known, first = 0, None
+        if session.resume is not None and session.resume.tokens:
+            # The rest begins with a whole block of prefill, as it would have without.
+            known = session.resume.tokens
+            first = int32(known)
+            padded = padded[known : known + prompt_capacity(length - known)]
+            if implementation == "cudnn":
+                implementation = "xla" if why_not_prompt(*kind) else "triton"
         hidden = embed_prompt(model.static, model.ends, padded)
         tokens = int32(length)
         for layer, leaves in enumerate(model.layers):
+            kv_before = None
+            if session.resume is not None and known:
+                kv_before = self._known_layer(layer, session.resume.saved, known)
             hidden, prompt = prefill_layer(
                 model.static,
                 leaves,
@@ -145,6 +170,8 @@ class _Batch:
                 tokens,
                 self.rows.inv_freq[row],
                 self.rows.attention_factor[row],
+                first,
+                kv_before,
                 observed=self.tools.config.retrieval.observation,
                 implementation=implementation,
             )
@@ -154,8 +181,33 @@ class _Batch:
             method.absorb(row, layer, prompt)
             self.report.index_s += time.perf_counter() - before
             progress.update(done + length * (layer + 1) // len(model.layers))
-        logits: jax.Array = last_logits(model.static, model.ends, hidden, tokens)
+        logits: jax.Array = last_logits(model.static, model.ends, hidden, int32(length - known))
         return logits
+
+    def _restore_row(self, row: int, saved: SavedSession, progress: Progress) -> jax.Array:
+        """A saved session as it was, and the logits [1, V] that it ended with."""
+        layers = self.tools.model.config.num_layers
+        self.rows.length[row] = len(saved.tokens)
+        for layer in range(layers):
+            self.method.restore(row, layer, saved)
+            progress.update(len(saved.tokens) * (layer + 1) // layers)
+        return jnp.asarray(saved.logits)[None]
+
+    def _known_layer(
+        self, layer: int, saved: SavedSession, known: int
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Keys and values [K, T, D] of the first ``known`` tokens of a saved session."""
+        config, retrieval = self.tools.model.config, self.tools.config.retrieval
+        dtype = np.dtype(self.tools.model.dtype)
+        kept = replace(saved.pages, precision="model")
+        arrays = saved.layer(layer, kept)
+        page = (2, retrieval.chunk_size, config.head_dim)
+        pages = arrays["pages"].view(dtype).reshape(*arrays["pages"].shape[:2], *page)
+        near = (arrays["near-k"], arrays["near-v"])
+        parts = put_together(pages, near, sink=retrieval.sink, tokens=known)
+        padded = np.zeros((2, config.num_kv_heads, self.plan.shape.prompt_capacity, page[2]), dtype)
+        padded[:, :, :known] = np.stack(parts)
+        return padded[0], padded[1]
 
     # Decode
 
@@ -169,14 +221,19 @@ class _Batch:
         # erase it.
         quiet = self.quiet or sys.stdout.isatty()
         progress = Progress("decode", self.plan.shape.max_new_tokens, "steps", quiet=quiet)
-        start = time.perf_counter()
+        start, saving = time.perf_counter(), report.save_s
         step = 0
+        resumed = [session.resume for session in sessions if session.resume is not None]
+        if any(resume.whole and resume.saved.tail for resume in resumed):
+            # Its last token was drawn, but not gone through.
+            logits = self._step()
         while True:
             events = self._end_failed()
+            self._logits = logits
             if sessions[0].max_new_tokens == 0:
                 events += [self._end(row, "length") for row in self._active()]
             if rows.active.any():
-                drawn = int32(np.array([len(session.token_ids) for session in sessions]))
+                drawn = int32(np.array([session.drawn for session in sessions]))
                 with self.tools.clock.measure("compute"):
                     tokens, finite = jax.device_get(
                         _next_tokens(logits, numbers, drawn, sampling.values, sampling.rule)
@@ -189,13 +246,18 @@ class _Batch:
                 break
             step += 1
             progress.update(step)
-            logits = self.method.step(int32(np.array([s.last_token for s in sessions])))
-            rows.length[rows.active] += 1
+            logits = self._step()
             report.decode_tokens += int(rows.active.sum())
-        report.decode_s += time.perf_counter() - start
+        report.decode_s += time.perf_counter() - start - (report.save_s - saving)
         if step:
             rate = report.decode_tokens / report.decode_s
             progress.finish(f"decode {report.decode_tokens:,} tokens, {rate:.1f} tokens/s")
+
+    def _step(self) -> jax.Array:
+        tokens = int32(np.array([session.last_token for session in self.sessions]))
+        logits = self.method.step(tokens)
+        self.rows.length[self.rows.active] += 1
+        return logits
 
     def _active(self) -> list[int]:
         return [int(row) for row in np.flatnonzero(self.rows.active)]
@@ -214,8 +276,7 @@ class _Batch:
                 continue
             text = session.accept(int(tokens[row]))
             if session.ended:
-                self.rows.active[row] = False
-                self.method.retire(row)
+                self._retire(row)
             if text or session.ended:
                 events.append(session.event(text))
         return events
@@ -227,6 +288,26 @@ class _Batch:
     def _end(self, row: int, reason: Any, error: str | None = None) -> StreamEvent:
         session = self.sessions[row]
         text = session.finish(reason, error)
-        self.rows.active[row] = False
-        self.method.retire(row)
+        self._retire(row)
         return session.event(text)
+
+    def _retire(self, row: int) -> None:
+        self.rows.active[row] = False
+        session = self.sessions[row]
+        if self.save_to is not None and session.finish_reason != "error":
+            start = time.perf_counter()
+            try:
+                session.saved_bytes = save_session(
+                    self.save_to,
+                    self.method,
+                    row,
+                    name=self.report.model,
+                    tokens=[*session.prompt_ids, *session.token_ids],
+                    logits=np.asarray(self._logits[row]),
+                    generated=session.drawn,
+                )
+            except (ArchiveError, PageError) as error:
+                # What was generated is not lost with it.
+                session.error = f"the session was not saved: {error}"
+            self.report.save_s += time.perf_counter() - start
+        self.method.retire(row)

@@ -61,6 +61,15 @@ class GenerateConfig:
     stats_json: str | None = _option(
         None, "write what was counted and timed (docs/stats.md)", metavar="FILE"
     )
+    save_session: str | None = _option(
+        None, "save the session here when it ends, to go on with later", metavar="DIR"
+    )
+    load_session: str | None = _option(
+        None,
+        "go on with a saved session: without a prompt where it ended; of one that begins with the "
+        "same text, only the rest is prefilled",
+        metavar="DIR",
+    )
     record_trace: str | None = _option(
         None,
         "write what every step ranks, for `python -m kvdrive_jax.profile`",
@@ -97,6 +106,9 @@ class GenerateConfig:
             raise ValueError(f"give only one of {_flags(PROMPT_SOURCES)}, got {_flags(sources)}")
         if self.output_jsonl is not None and self.input_jsonl is None:
             raise ValueError("--output-jsonl needs --input-jsonl")
+        for name in ("save_session", "load_session"):
+            if self.input_jsonl is not None and getattr(self, name) is not None:
+                raise ValueError(f"{_flags([name])} takes one prompt, not --input-jsonl")
         if self.trace_depth is not None:
             if self.record_trace is None:
                 raise ValueError("--trace-depth needs --record-trace")

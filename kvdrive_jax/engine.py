@@ -6,10 +6,14 @@ batch every session is prefilled in turn, then all are decoded together until th
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, overload
+
+import numpy as np
 
 from kvdrive_jax import compat
 from kvdrive_jax.batch import run_batch
@@ -18,15 +22,20 @@ from kvdrive_jax.checks import check_config, check_length
 from kvdrive_jax.config import KVDriveConfig, format_size
 from kvdrive_jax.methods.base import Tools
 from kvdrive_jax.models.model import Model
+from kvdrive_jax.models.rope import inverse_frequencies
 from kvdrive_jax.models.tokenizer import Tokenizer
 from kvdrive_jax.models.weights import describe_pretrained, load_pretrained
+from kvdrive_jax.pipeline.prefill import BLOCK_Q
 from kvdrive_jax.pipeline.recorder import TraceRecorder
 from kvdrive_jax.plan import Plan, plan_batch
 from kvdrive_jax.report import RunReport
 from kvdrive_jax.sampling import SamplingConfig
-from kvdrive_jax.session import Generation, Session, StreamEvent
+from kvdrive_jax.saved import SavedSession, check_target, load_session
+from kvdrive_jax.session import Generation, Resume, Session, StreamEvent
+from kvdrive_jax.shapes import Stored
 from kvdrive_jax.telemetry import BudgetError, Ledger, Progress
 from kvdrive_jax.text import check_stop_strings
+from kvdrive_jax.tiers.link import Links
 
 
 class Engine:
@@ -44,8 +53,13 @@ class Engine:
         name: str = "model",
         quiet: bool = True,
         budgets: Budgets | None = None,
+        links: Links | None = None,
     ) -> None:
-        """Take a loaded model. Raises ValueError when the configuration does not suit it."""
+        """Take a loaded model. Raises ValueError when the configuration does not suit it.
+
+        links: imitate slower ways between the tiers.
+        """
+        self._links = links or Links()
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.config = config or KVDriveConfig()
         self.budgets = budgets or resolve_budgets(self.config.tiers)
@@ -118,8 +132,13 @@ class Engine:
             raise ValueError("prompt must not be empty, got text that makes no token")
         return ids
 
-    def plan(self, prompt_tokens: Sequence[int], max_new_tokens: int) -> Plan:
+    def plan(
+        self, prompt_tokens: Sequence[int], max_new_tokens: int, *, resume: Resume | None = None
+    ) -> Plan:
         """Where every byte of a batch of prompts will go."""
+        stored = None
+        if resume is not None and resume.whole:
+            stored = Stored(resume.saved.chunks, resume.saved.flushes)
         model = self.model
         return plan_batch(
             model.config,
@@ -130,6 +149,7 @@ class Engine:
             max_new_tokens,
             budgets=self.budgets,
             digest=model.digest,
+            stored=stored,
         )
 
     def config_line(self) -> str:
@@ -175,11 +195,11 @@ class Engine:
     # Generating
 
     @overload
-    def generate(self, prompts: str, **options: Any) -> Generation: ...
+    def generate(self, prompts: str | None = None, **options: Any) -> Generation: ...
     @overload
     def generate(self, prompts: Sequence[str], **options: Any) -> list[Generation]: ...
     def generate(
-        self, prompts: str | Sequence[str], **options: Any
+        self, prompts: str | Sequence[str] | None = None, **options: Any
     ) -> Generation | list[Generation]:
         """Generate for one prompt or several; options as for ``stream``."""
         done: dict[int, Generation] = {}
@@ -187,11 +207,21 @@ class Engine:
             if event.generation is not None:
                 done[event.session] = event.generation
         results = [done[number] for number in sorted(done)]
-        return results[0] if isinstance(prompts, str) else results
+        return results[0] if prompts is None or isinstance(prompts, str) else results
+
+    def load_session(self, path: str | os.PathLike[str]) -> SavedSession:
+        """A saved session, to go on with: ``stream(prompt, session=...)``.
+
+        Raises ValueError for what is not a whole saved session of this model and of settings that
+        its KV and index depend on.
+        """
+        if self.config.method != "kvdrive":
+            raise NotImplementedError(f"method {self.config.method} cannot load sessions")
+        return load_session(path, self.model, self.config)
 
     def stream(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | Sequence[str] | None = None,
         *,
         max_new_tokens: int = 128,
         sampling: SamplingConfig | None = None,
@@ -200,15 +230,36 @@ class Engine:
         chat: bool | None = None,
         system: str | None = None,
         recorder: TraceRecorder | None = None,
+        session: SavedSession | None = None,
+        save_session: str | os.PathLike[str] | None = None,
     ) -> Generator[StreamEvent, None, None]:
         """Text as it is made, one event after another; the last of a session has its Generation.
 
         recorder: gets what every step ranks, see ``kvdrive_jax.window.trace``.
+        session: a saved one to go on with, of a single prompt: without a prompt where it ended; a
+        prompt that begins with the same tokens is prefilled from the first whole block of prefill
+        in which it differs on.
+        save_session: the directory to save the session in when it ends; one that is there is
+        replaced when the new one is complete.
 
         Everything that can be refused is refused here, before any work: ValueError for an empty
         prompt, a bad option, a prompt that is too long, or a plan that does not fit. Closing the
         iterator cancels what is under way and gives everything back.
         """
+        if prompts is None:
+            if session is None:
+                raise ValueError("prompts must be given, unless a saved session goes on")
+            encoded = [list(session.all_tokens)]
+            return self.stream_ids(
+                encoded,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                stop=stop,
+                ignore_eos=ignore_eos,
+                recorder=recorder,
+                session=session,
+                save_session=save_session,
+            )
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         encoded = [self.encode(text, chat=chat, system=system) for text in texts]
         return self.stream_ids(
@@ -218,6 +269,8 @@ class Engine:
             stop=stop,
             ignore_eos=ignore_eos,
             recorder=recorder,
+            session=session,
+            save_session=save_session,
         )
 
     def stream_ids(
@@ -229,6 +282,8 @@ class Engine:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         recorder: TraceRecorder | None = None,
+        session: SavedSession | None = None,
+        save_session: str | os.PathLike[str] | None = None,
     ) -> Generator[StreamEvent, None, None]:
         """``stream`` for prompts that are token ids already."""
         if self._closed:
@@ -240,11 +295,24 @@ class Engine:
         stop = check_stop_strings(stop)
         for number, ids in enumerate(prompts):
             self._check_prompt(number, ids, max_new_tokens)
+        if session is not None or save_session is not None:
+            if len(prompts) != 1:
+                raise ValueError(
+                    f"one session is saved or loaded at a time, got {len(prompts)} prompts"
+                )
+            if self.config.method != "kvdrive":
+                raise NotImplementedError(f"method {self.config.method} cannot save sessions")
+        resume = None if session is None else self._resume(session, prompts[0], max_new_tokens)
         size = self.config.batch_size
         groups = [list(range(i, min(i + size, len(prompts)))) for i in range(0, len(prompts), size)]
-        plans = [self.plan([len(prompts[i]) for i in group], max_new_tokens) for group in groups]
+        plans = [
+            self.plan([len(prompts[i]) for i in group], max_new_tokens, resume=resume)
+            for group in groups
+        ]
         for plan in plans:
             plan.require()
+        if save_session is not None:
+            check_target(save_session)
         eos = frozenset() if ignore_eos else self.model_eos()
 
         def start(number: int) -> Session:
@@ -255,9 +323,33 @@ class Engine:
                 eos_token_ids=eos,
                 tokenizer=self.tokenizer,
                 stop=stop,
+                resume=resume,
             )
 
-        return self._run(groups, plans, start, sampling or SamplingConfig(), recorder)
+        save_to = None if save_session is None else os.fspath(save_session)
+        return self._run(groups, plans, start, sampling or SamplingConfig(), recorder, save_to)
+
+    def _resume(
+        self, saved: SavedSession, prompt: Sequence[int], max_new_tokens: int
+    ) -> Resume | None:
+        """How a saved session serves a prompt. ValueError when it cannot."""
+        rope, final = self.model.config.rope, len(prompt) + max_new_tokens
+        frequencies, factor = inverse_frequencies(rope, final)
+        same = np.array_equal(np.asarray(frequencies, np.float32), saved.inv_freq)
+        if not same or not math.isclose(factor, saved.attention_factor, rel_tol=1e-6):
+            raise ValueError(
+                f"the session in {saved.archive.path} has keys rotated for shorter or longer "
+                f"contexts than {final:,} tokens: prefill again"
+            )
+        if tuple(prompt) == saved.all_tokens:
+            return Resume(saved=saved, whole=True, tokens=len(saved.tokens))
+        shared = min(saved.shared_with(prompt), len(prompt) - 1)
+        if not shared:
+            raise ValueError(
+                f"the prompt does not begin as the session in {saved.archive.path} does: give "
+                "none to go on with it, or one that begins with the same text"
+            )
+        return Resume(saved=saved, whole=False, tokens=shared // BLOCK_Q * BLOCK_Q)
 
     def _run(
         self,
@@ -266,8 +358,9 @@ class Engine:
         start: Callable[[int], Session],
         sampling: SamplingConfig,
         recorder: TraceRecorder | None,
+        save_to: str | None,
     ) -> Generator[StreamEvent, None, None]:
-        report = self._report = RunReport()
+        report = self._report = RunReport(self.name)
         tools = Tools(
             model=self.model,
             config=self.config,
@@ -275,10 +368,14 @@ class Engine:
             traffic=report.traffic,
             clock=report.clock,
             recorder=recorder,
+            links=self._links,
+            saves=save_to is not None,
         )
         for group, plan in zip(groups, plans, strict=True):
             sessions = [start(number) for number in group]
-            yield from run_batch(tools, sessions, plan, sampling, report, quiet=self._quiet)
+            yield from run_batch(
+                tools, sessions, plan, sampling, report, quiet=self._quiet, save_to=save_to
+            )
 
     def model_eos(self) -> frozenset[int]:
         """Every token that ends a generation, of model and tokenizer together."""

@@ -91,6 +91,8 @@ class Run:
 
     def plan(self) -> int:
         """--plan: the table on stdout; status 0 if it fits."""
+        if self.generate.load_session is not None and not self.good[0].text:
+            raise ValueError("--plan needs a prompt, also with --load-session")
         plan = self._plan()
         print(plan.table())
         return DONE if plan.fits else FAILED
@@ -103,7 +105,8 @@ class Run:
             if not self.good:
                 return FAILED
             plan = None
-            if self.generate.input_jsonl is None:  # else each group of lines is checked alone
+            # Groups of lines are checked one by one; a session that goes on, when it is open.
+            if self.generate.input_jsonl is None and self.good[0].text:
                 plan = self._plan()
                 plan.require()  # before the weights are loaded
             with self._engine() as engine:
@@ -178,7 +181,20 @@ class Run:
         """Stream one answer; it ends with a line break if it does not have one."""
         prompt = self.good[0]
         generation, last = None, ""
-        stream = engine.stream(prompt.text, **self._request())
+        generate = self.generate
+        session = None
+        if generate.load_session is not None:
+            session = engine.load_session(generate.load_session)
+            self.say(
+                f"session: {len(session.tokens):,} tokens, {format_size(session.archive.nbytes)} "
+                f"in {generate.load_session}"
+            )
+        stream = engine.stream(
+            prompt.text or None,
+            session=session,
+            save_session=generate.save_session,
+            **self._request(),
+        )
         with contextlib.closing(stream):
             for event in stream:
                 self.signals.gentle = self.made_text = True
@@ -189,9 +205,12 @@ class Run:
                     break
         if last and not last.endswith("\n"):
             self._write(output, "\n")
-        if generation is not None and generation.finish_reason == "error":
+        if generation is not None and generation.error is not None:
             self.failed = True
-            complain(generation.error or "the session failed")
+            complain(generation.error)
+        elif generation is not None and generate.save_session is not None:
+            size = format_size(generation.stats["saved_bytes"])
+            self.say(f"session: {size} saved in {generate.save_session}")
 
     def _answer_all(self, engine: Engine, output: TextIO) -> None:
         """Answer the lines of --input-jsonl; each result is written when its session ends."""

@@ -15,7 +15,7 @@ class Prompt:
     """One prompt, or why there is none.
 
     index: its place among the prompts, from 0; line: of the input file, from 1; text is empty
-    where error says why.
+    where error says why, or where a saved session goes on without a prompt.
     """
 
     index: int
@@ -45,6 +45,8 @@ def read_prompts(generate: GenerateConfig) -> list[Prompt]:
         where = f"--prompt-file: {generate.prompt_file}"
     elif generate.prompt is not None:
         text, where = generate.prompt, "--prompt"
+    elif generate.load_session is not None:
+        return [Prompt(index=0, line=1)]
     else:
         raise ValueError("give a prompt: --prompt TEXT, --prompt-file FILE or --input-jsonl FILE")
     if not text.strip():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvdrive_jax.saved import SavedSession
 from kvdrive_jax.telemetry import RowCounts
 from kvdrive_jax.text import Pieces, TextStream
 
@@ -38,6 +39,23 @@ class StreamEvent:
     generation: Generation | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """How much of a saved session is gone on with.
+
+    whole: everything, as if it had not been saved; tokens: from the beginning, whose KV is reused.
+    """
+
+    saved: SavedSession
+    whole: bool
+    tokens: int
+
+    @property
+    def drawn_before(self) -> int:
+        """Tokens that had been drawn when it was saved."""
+        return self.saved.generated if self.whole else 0
+
+
 @dataclass
 class Session:
     """State of one sequence; belongs to the engine's thread.
@@ -57,6 +75,8 @@ class Session:
     ttft_s: float | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    resume: Resume | None = None
+    saved_bytes: int | None = None
 
     @classmethod
     def start(
@@ -68,9 +88,16 @@ class Session:
         eos_token_ids: frozenset[int],
         tokenizer: Pieces,
         stop: Sequence[str],
+        resume: Resume | None = None,
     ) -> Session:
         """A session with nothing generated yet."""
-        return cls(number, prompt_ids, max_new_tokens, eos_token_ids, TextStream(tokenizer, stop))
+        stream = TextStream(tokenizer, stop)
+        return cls(number, prompt_ids, max_new_tokens, eos_token_ids, stream, resume=resume)
+
+    @property
+    def drawn(self) -> int:
+        """Tokens drawn from its random stream, those before it was saved included."""
+        return len(self.token_ids) + (self.resume.drawn_before if self.resume else 0)
 
     @property
     def last_token(self) -> int:
@@ -120,6 +147,8 @@ class Session:
             "ttft_s": self.ttft_s,
             "attended_tokens_mean": self.counts.attended_tokens_mean,
             "hit_rate": self.counts.hit_rate,
+            "reused_tokens": self.resume.tokens if self.resume else 0,
+            "saved_bytes": self.saved_bytes,
         }
 
     def event(self, text: str) -> StreamEvent:

@@ -8,7 +8,7 @@ BatchMethod, name it in ``methods.table``, and add it to the conformance test.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,18 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvdrive_jax.config import KVDriveConfig
+from kvdrive_jax.config import KVDriveConfig, Precision
 from kvdrive_jax.models.model import Model, ModelDef
 from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.recorder import TraceRecorder
 from kvdrive_jax.plan import Plan
+from kvdrive_jax.saved import SavedSession
 from kvdrive_jax.telemetry import Ledger, RowCounts, StageClock, Traffic
+from kvdrive_jax.tiers.link import Links
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """What every method may use: the model, the configuration, the accounts, and who records what
-    is selected (None: nobody)."""
+    """What every method may use: the model, the configuration, the accounts, who records what is
+    selected (None: nobody), imitated links, and whether sessions will be saved."""
 
     model: Model
     config: KVDriveConfig
@@ -35,6 +37,8 @@ class Tools:
     traffic: Traffic
     clock: StageClock
     recorder: TraceRecorder | None = None
+    links: Links = field(default_factory=Links)
+    saves: bool = False
 
 
 @dataclass
@@ -91,6 +95,25 @@ class BatchMethod(ABC):
 
     def retire(self, row: int) -> None:  # noqa: B027  doing nothing is a fine answer
         """The session of ``row`` has ended: give back what it held."""
+
+    # Sessions on disk. A method that does not say how refuses.
+
+    @property
+    def saved_precision(self) -> Precision:
+        """What the pages of ``save`` are kept as."""
+        return "model"
+
+    def saved_chunks(self, row: int) -> tuple[int, int]:
+        """Chunks of the session in ``row``, and how many flushes it has had."""
+        raise NotImplementedError(f"method {self.plan.method} cannot save sessions")
+
+    def save(self, row: int, layer: int) -> dict[str, np.ndarray[Any, Any]]:
+        """One layer of the session in ``row``, for ``restore``; ``pages`` is [K, N, ...]."""
+        raise NotImplementedError(f"method {self.plan.method} cannot save sessions")
+
+    def restore(self, row: int, layer: int, saved: SavedSession) -> None:
+        """Take one layer from a saved session instead of ``absorb``."""
+        raise NotImplementedError(f"method {self.plan.method} cannot load sessions")
 
     @abstractmethod
     def close(self) -> None:

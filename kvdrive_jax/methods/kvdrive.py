@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,14 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvdrive_jax.checks import layout_form
+from kvdrive_jax.config import Precision
 from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
+from kvdrive_jax.methods.kvdrive_saved import Kept, from_arrays, to_arrays
 from kvdrive_jax.pipeline.direct import DirectFetcher, choose_fetch, committed
 from kvdrive_jax.pipeline.fetcher import Fetcher
 from kvdrive_jax.pipeline.indexing import (
     PromptParts,
+    add_importance,
+    as_pages,
     insert_resident,
     insert_session,
+    insert_state,
     take_apart,
     warm_window,
 )
@@ -48,6 +54,8 @@ from kvdrive_jax.pipeline.stages import (
     select_stage,
 )
 from kvdrive_jax.plan import WORKERS, Plan
+from kvdrive_jax.saved import SavedSession
+from kvdrive_jax.tiers.archive import Arrays
 from kvdrive_jax.tiers.pages import PageError, PageGeometry
 from kvdrive_jax.tiers.store import PageStore, SessionPages
 from kvdrive_jax.window.directory import Directory, empty_directory
@@ -65,6 +73,8 @@ def page_geometry(tools: Tools) -> PageGeometry:
         chunk_size=tools.config.retrieval.chunk_size,
         head_dim=config.head_dim,
         dtype=np.dtype(tools.model.dtype),
+        dram=tools.config.tiers.dram_dtype,
+        ssd=tools.config.tiers.ssd_precision,
     )
 
 
@@ -86,7 +96,13 @@ class KVDrive(BatchMethod):
             eviction=tools.config.window.eviction,
             attend=tools.config.window.attend,
             ranked=0 if tools.recorder is None else tools.recorder.depth(shape),
+            likely=plan.likely,
+            pages="model" if plan.resident else tools.config.tiers.dram_dtype,
         )
+        self._warm_up = tools.config.tiers.warm_up
+        self._importance: dict[int, jax.Array] = {}
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._flushes = [0] * shape.batch
         on_ssd = not plan.resident and tools.config.tiers.ssd_dir is not None
         self._layout = layout_form(tools.config) if on_ssd else None
         self._n_chunks = np.zeros(shape.batch, np.int64)
@@ -162,7 +178,8 @@ class KVDrive(BatchMethod):
         tools, plan = self.tools, self.plan
         geometry = page_geometry(tools)
         rows = geometry.kv_heads * sum(session.rows for session in plan.sessions)
-        way = choose_fetch(tools.config.tiers.fetch, geometry, rows)
+        cached = any(session.cached for session in plan.sessions)
+        way = choose_fetch(tools.config.tiers.fetch, geometry, rows, cached=cached)
         if way.notice is not None:
             print(way.notice, file=sys.stderr)
         arena = way.arena
@@ -172,10 +189,13 @@ class KVDrive(BatchMethod):
             tools.ledger,
             tools.traffic,
             workers=WORKERS,
+            link=tools.links.ssd_to_dram,
             allocate=None if arena is None else arena.take,
         )
         most = self._spec.selected * plan.shape.batch * geometry.kv_heads
-        fetcher = Fetcher(self._store, geometry, most, tools.ledger, tools.traffic)
+        fetcher = Fetcher(
+            self._store, geometry, most, tools.ledger, tools.traffic, tools.links.dram_to_hbm
+        )
         self._fetcher = (
             fetcher if arena is None else DirectFetcher(arena, fetcher, geometry, tools.traffic)
         )
@@ -208,16 +228,30 @@ class KVDrive(BatchMethod):
         self._near[layer], self._index[layer] = insert_session(
             self._spec, self._near[layer], self._index[layer], at, parts
         )
-        if self._recorder is not None:
-            self._recorder.prompt(row, layer, parts.importance, count)
+        if self.tools.saves:
+            groups = None if parts.groups is None else np.asarray(parts.groups)
+            self._kept[row, layer] = Kept(np.asarray(parts.importance), groups)
         if self.plan.resident:
+            if self._recorder is not None:
+                self._recorder.prompt(row, layer, parts.importance, count)
             self._window[layer] = insert_resident(self._window[layer], at, parts.pages)
         else:
-            self._window[0], self._directory[layer] = warm_window(
-                self._window[0], self._directory[layer], at, parts, count
-            )
-            self._pending.append((row, layer, parts))
+            ranked = self._warm(row, layer, parts.pages, parts.importance)
+            self._pending.append((row, layer, parts._replace(importance=ranked)))
         jax.block_until_ready((parts, self._window, self._index[layer]))
+
+    def _warm(self, row: int, layer: int, pages: jax.Array, importance: jax.Array) -> jax.Array:
+        """Fill a session's windows of one layer; the importance [K, N] that was gone by."""
+        count = int32(0 if self._warm_up == "none" else int(self._n_chunks[row]))
+        if self._warm_up == "aggregated":
+            total = self._importance.get(row, jnp.zeros(importance.shape[-1], jnp.float32))
+            self._importance[row], importance = add_importance(total, importance)
+        if self._recorder is not None:
+            self._recorder.prompt(row, layer, importance, count)
+        self._window[0], self._directory[layer] = warm_window(
+            self._window[0], self._directory[layer], int32(row), pages, importance, count
+        )
+        return importance
 
     def settle(self) -> None:
         for row, layer, parts in self._pending:
@@ -227,10 +261,11 @@ class KVDrive(BatchMethod):
             with self._contained(row):
                 session.offload(
                     layer,
-                    np.asarray(parts.pages),
+                    np.asarray(parts.stored),
                     int(self._n_chunks[row]),
                     None if parts.groups is None else np.asarray(parts.groups),
                     np.asarray(parts.importance),
+                    self._warmed(layer),
                 )
         self._pending = []
 
@@ -244,6 +279,13 @@ class KVDrive(BatchMethod):
         elif self._fetcher is not None:
             self._window[0] = self._fetcher.compile(self._window[0])
 
+    def _warmed(self, layer: int) -> list[int]:
+        """[K] how many of a prompt's most important chunks the windows of a layer start with."""
+        layout = self.plan.layout
+        assert layout is not None
+        held: list[int] = np.where(layout.keeps[layer], layout.capacity[layer], 0).tolist()
+        return held
+
     @contextmanager
     def _contained(self, row: int) -> Iterator[None]:
         """A failure of the store inside is this session's alone."""
@@ -253,10 +295,73 @@ class KVDrive(BatchMethod):
             self.failed[row] = str(error)
 
     def _wait_for_store(self) -> None:
+        for line in [] if self._store is None else self._store.notices():
+            print(line, file=sys.stderr)
         for row, session in enumerate(self._sessions):
             if session is not None and row not in self.failed:
                 with self._contained(row):
                     session.wait()
+
+    # Sessions on disk
+
+    @property
+    def saved_precision(self) -> Precision:
+        return self._spec.pages
+
+    def saved_chunks(self, row: int) -> tuple[int, int]:
+        return int(self._n_chunks[row]), self._flushes[row]
+
+    def save(self, row: int, layer: int) -> Arrays:
+        n, kv_heads = int(self._n_chunks[row]), self.tools.model.config.num_kv_heads
+        window = None
+        if self.plan.resident:
+            rows = np.asarray(self._window[layer][row])
+            pages = rows.reshape(kv_heads, -1, *rows.shape[1:])[:, :n]
+        else:
+            session, geometry = self._sessions[row], page_geometry(self.tools)
+            assert session is not None
+            assert self._store is not None
+            pages = np.empty((kv_heads, n, *geometry.dram_shape), geometry.dram_dtype)
+            head, chunk = (ids.astype(np.int32).ravel() for ids in np.indices((kv_heads, n)))
+            flat = pages.reshape(-1, *geometry.dram_shape)
+            self._store.fetch(layer, [session], np.zeros_like(head), head, chunk, flat)
+            window = np.asarray(self._directory[layer].chunk_of_slot[row])
+        near, index = self._near[layer], self._index[layer]
+        return to_arrays(row, near, index, pages, self._kept[row, layer], window)
+
+    def restore(self, row: int, layer: int, saved: SavedSession) -> None:
+        geometry = page_geometry(self.tools)
+        if self.plan.resident:
+            geometry = replace(geometry, dram="model", ssd="model")
+        made = from_arrays(
+            saved.layer(layer, geometry.format(geometry.dram)),
+            self._index[layer],
+            dram_shape=geometry.dram_shape,
+            dram_dtype=geometry.dram_dtype,
+            chunk_capacity=self.plan.shape.chunk_capacity,
+        )
+        self._n_chunks[row], self._flushes[row] = saved.chunks, saved.flushes
+        at = int32(row)
+        self._near[layer] = insert_state(self._near[layer], at, made.near)
+        self._index[layer] = insert_state(self._index[layer], at, made.ranking)
+        if self.tools.saves:
+            self._kept[row, layer] = made.kept
+        if self.plan.resident:
+            self._window[layer] = insert_resident(self._window[layer], at, made.stored)
+            return
+        pages = as_pages(made.stored, geometry.dram, geometry.page_shape, geometry.dtype)
+        importance = self._warm(row, layer, pages, jnp.asarray(made.kept.importance))
+        with self._contained(row):
+            session = self._sessions[row]
+            assert session is not None
+            session.offload(
+                layer,
+                made.stored,
+                saved.chunks,
+                made.kept.groups,
+                np.asarray(importance),
+                self._warmed(layer),
+            )
 
     # Decode
 
@@ -304,6 +409,8 @@ class KVDrive(BatchMethod):
                     self._tokens.append(token)
                     self._ranked.append(ranked)
         else:
+            assert self._store is not None
+            self._store.begin_step()
             hidden = sequential(self, model.config.num_layers, hidden)
         self._append_tokens(self._step.near_row)
         if self._recorder is not None:
@@ -348,6 +455,8 @@ class KVDrive(BatchMethod):
             if isinstance(self._fetcher, DirectFetcher):
                 return selected  # the miss list stays on the device
             selected.missing.copy_to_host_async()
+            if selected.likely is not None:
+                selected.likely.copy_to_host_async()
         # Waits are charged to the stage that is waited for: what is queued before selection is the
         # layer before.
         with self.tools.clock.measure("compute"):
@@ -368,6 +477,8 @@ class KVDrive(BatchMethod):
                 self._window[0], failure = fetcher.fetch(
                     layer, self._sessions, np.asarray(selected.missing), window, counts
                 )
+                if selected.likely is not None and self._store is not None:
+                    self._store.rank(layer, self._sessions, np.asarray(selected.likely))
         if failure is not None:
             self.failed[int(failure.session)] = str(failure)
 
@@ -412,6 +523,8 @@ class KVDrive(BatchMethod):
         with self.tools.clock.measure("stall"):
             self._wait_for_store()
         self._n_chunks += n_new
+        for row, new_chunks in enumerate(n_new):
+            self._flushes[row] += int(new_chunks > 0)
 
     # The end
 

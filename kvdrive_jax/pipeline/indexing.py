@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvdrive_jax.index.chunks import split_into_chunks
@@ -15,7 +17,7 @@ from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.index.selection import importance
 from kvdrive_jax.pallas.page_write import write_pages
 from kvdrive_jax.pipeline.prefill import PromptLayer
-from kvdrive_jax.pipeline.stages import Near, StageSpec
+from kvdrive_jax.pipeline.stages import Near, StageSpec, for_dram, from_dram
 from kvdrive_jax.window.directory import Directory, insert_row
 from kvdrive_jax.window.warm import rank_chunks, warm_slots
 
@@ -23,12 +25,14 @@ from kvdrive_jax.window.warm import rank_chunks, warm_slots
 class PromptParts(NamedTuple):
     """One layer of one session, taken apart.
 
-    pages: [K, N, 2, c, D], rows from the session's chunk count on are padding; near: k, v
-    [K, W, D]; piece: its index; importance: [K, N] float32 (paper 7.1), 0 for padding; groups:
-    [K, N] int32, the cluster of each chunk, for layout on SSD (None: no SSD tier).
+    pages: [K, N, 2, c, D], rows from the session's chunk count on are padding; stored: the same as
+    DRAM keeps them; near: k, v [K, W, D]; piece: its index; importance: [K, N] float32 (paper 7.1),
+    0 for padding; groups: [K, N] int32, the cluster of each chunk, for layout on SSD (None: no SSD
+    tier).
     """
 
     pages: jax.Array
+    stored: jax.Array
     near: Near
     piece: LayerIndex
     importance: jax.Array
@@ -70,8 +74,10 @@ def take_apart(
         made = [part for part in piece if isinstance(part, ClusterIndex)]
         clusters = made[0] if made else layout.build(keys, n_chunks)
         groups = clusters.cluster_of_chunk
+    pages = jnp.stack([keys, values], axis=2)
     return PromptParts(
-        jnp.stack([keys, values], axis=2),
+        pages,
+        for_dram(pages, spec.pages),
         Near(near(prompt.k), near(prompt.v)),
         piece,
         importance(
@@ -87,6 +93,39 @@ def take_apart(
     )
 
 
+def put_together(
+    pages: np.ndarray[Any, Any],
+    near: Sequence[np.ndarray[Any, Any]],
+    *,
+    sink: int,
+    tokens: int,
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Keys and values [K, tokens, D] of the first tokens of a session: `take_apart`, backwards.
+
+    pages: [K, N, 2, c, D], all of its chunks; near: k, v [K, W, D].
+    """
+
+    def join(near: np.ndarray[Any, Any], which: int) -> np.ndarray[Any, Any]:
+        kv_heads, _, dim = near.shape
+        chunks = pages[:, :, which].reshape(kv_heads, -1, dim)
+        return np.concatenate([near[:, :sink], chunks, near[:, sink:]], axis=1)[:, :tokens]
+
+    return join(near[0], 0), join(near[1], 1)
+
+
+as_pages = jax.jit(from_dram, static_argnames=("precision", "page_shape", "dtype"))
+
+
+@partial(jax.jit, donate_argnames="state")
+def insert_state(state: Any, row: jax.Array, values: Any) -> Any:
+    """A session's arrays [...] in place of row ``row`` of arrays [B, ...], donated."""
+    return jax.tree.map(
+        lambda array, value: lax.dynamic_update_index_in_dim(array, value, row, axis=0),
+        state,
+        values,
+    )
+
+
 @partial(jax.jit, static_argnames="spec", donate_argnames=("near", "index"))
 def insert_session(
     spec: StageSpec, near: Near, index: LayerIndex, row: jax.Array, parts: PromptParts
@@ -97,6 +136,14 @@ def insert_session(
         Near(place(near.k, parts.near.k), place(near.v, parts.near.v)),
         spec.retrieval.insert(index, row, parts.piece),
     )
+
+
+@jax.jit
+def add_importance(total: jax.Array, importance: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Importance [N] summed over heads and layers, one layer [K, N] more; and the same for each of
+    its heads [K, N]."""
+    total = total + importance.sum(axis=0)
+    return total, jnp.broadcast_to(total, importance.shape)
 
 
 @partial(jax.jit, donate_argnames="window")
@@ -110,24 +157,26 @@ def warm_window(
     window: jax.Array,
     directory: Directory,
     row: jax.Array,
-    parts: PromptParts,
+    pages: jax.Array,
+    importance: jax.Array,
     n_chunks: jax.Array,
 ) -> tuple[jax.Array, Directory]:
     """Fill a session's windows of one layer with its most important chunks (paper 7.1).
 
-    window: [B, R, 2, c, D], the pool of all windows, and directory are donated.
+    window: [B, R, 2, c, D], the pool of all windows, and directory are donated; pages:
+    [K, N, 2, c, D]; importance: [K, N].
     """
     slots = directory.chunk_of_slot.shape[-1]
-    count = min(slots, parts.importance.shape[-1])
-    ranked = rank_chunks(parts.importance, n_chunks, count)
+    count = min(slots, importance.shape[-1])
+    ranked = rank_chunks(importance, n_chunks, count)
     directory = insert_row(directory, row, warm_slots(ranked, directory.capacity, slots))
     ids = directory.chunk_of_slot[row]
     heads = jnp.arange(ids.shape[0])[:, None]
-    pages = parts.pages[heads, jnp.maximum(ids, 0)]
+    chosen = pages[heads, jnp.maximum(ids, 0)]
     at = directory.first[:, None] + jnp.arange(slots)
     batch, rows = window.shape[:2]
     target = jnp.where(ids < 0, batch * rows, row * rows + at)
     return (
-        write_pages(window, pages.reshape(-1, *window.shape[2:]), target.reshape(-1)),
+        write_pages(window, chosen.reshape(-1, *window.shape[2:]), target.reshape(-1)),
         directory,
     )

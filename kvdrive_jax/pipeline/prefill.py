@@ -51,7 +51,7 @@ def last_logits(
 @partial(
     jax.jit,
     static_argnames=("model_def", "observed", "implementation", "interpret"),
-    donate_argnames=("hidden",),
+    donate_argnames=("hidden", "before"),
 )
 def prefill_layer(
     model_def: ModelDef,
@@ -60,34 +60,40 @@ def prefill_layer(
     length: jax.Array,
     inv_freq: jax.Array,
     attention_factor: jax.Array,
+    first: jax.Array | None = None,
+    before: tuple[jax.Array, jax.Array] | None = None,
     *,
     observed: int,
     implementation: PromptImplementation,
     interpret: bool = False,
 ) -> tuple[jax.Array, PromptLayer]:
-    """One layer over a whole prompt.
+    """One layer over a prompt, or over what follows tokens whose keys and values are known.
 
     hidden: [T, E], donated; length: int32 scalar; inv_freq: [R/2]; attention_factor: scalar.
-    implementation: of attention, as ``prompt_implementation`` names it; interpret: its kernel.
+    first: int32 scalar, how many tokens are known (None: none), whole blocks of them; then hidden
+    [T', E] begins with the next, and before: k, v [K, T, D], donated, has theirs.
+    implementation: of attention, as ``prompt_implementation`` names it, not cuDNN with ``first``;
+    interpret: its kernel.
     Returns the next hidden [T, E] and the layer's PromptLayer. Work is proportional to the
     length rounded up to a block, not to T.
     """
     config = model_def.config
     layer = model_def.merge_layer(leaves)
-    tokens = hidden.shape[0]
+    tokens = hidden.shape[0] if before is None else before[0].shape[1]
+    start = jnp.int32(0) if first is None else first
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    block_q, block_k = min(BLOCK_Q, tokens), min(BLOCK_K, tokens)
-    blocks = (length + block_q - 1) // block_q
+    block_q, block_k = min(BLOCK_Q, hidden.shape[0]), min(BLOCK_K, tokens)
+    blocks = (length - start + block_q - 1) // block_q
 
     def project(
         index: jax.Array, hidden: jax.Array, parts: PromptLayer
     ) -> tuple[jax.Array, jax.Array, PromptLayer]:
-        first = index * block_q
-        x = lax.dynamic_slice_in_dim(hidden, first, block_q, axis=0)
-        positions = first + jnp.arange(block_q, dtype=jnp.int32)
+        x = lax.dynamic_slice_in_dim(hidden, index * block_q, block_q, axis=0)
+        at = start + index * block_q
+        positions = at + jnp.arange(block_q, dtype=jnp.int32)
         q, k, v = layer.attention_inputs(x, positions, inv_freq, attention_factor)
-        k_all = lax.dynamic_update_slice_in_dim(parts.k, k.transpose(1, 0, 2), first, axis=1)
-        v_all = lax.dynamic_update_slice_in_dim(parts.v, v.transpose(1, 0, 2), first, axis=1)
+        k_all = lax.dynamic_update_slice_in_dim(parts.k, k.transpose(1, 0, 2), at, axis=1)
+        v_all = lax.dynamic_update_slice_in_dim(parts.v, v.transpose(1, 0, 2), at, axis=1)
         row = positions - (length - observed)
         row = jnp.where((row >= 0) & (row < observed), row, observed)
         seen = parts.q_observed.at[row].set(q, mode="drop")
@@ -97,9 +103,11 @@ def prefill_layer(
         y = layer.after_attention(x, attended.astype(x.dtype))
         return lax.dynamic_update_slice_in_dim(hidden, y, index * block_q, axis=0)
 
+    empty = jnp.zeros((kv_heads, tokens, dim), hidden.dtype)
+    known_k, known_v = (empty, empty) if before is None else before
     parts = PromptLayer(
-        jnp.zeros((kv_heads, tokens, dim), hidden.dtype),
-        jnp.zeros((kv_heads, tokens, dim), hidden.dtype),
+        known_k,
+        known_v,
         jnp.zeros((observed, heads, dim), hidden.dtype),
     )
     if implementation != "cudnn":
@@ -115,7 +123,7 @@ def prefill_layer(
                 q,
                 parts.k,
                 parts.v,
-                index * block_q,
+                start + index * block_q,
                 block_k=block_k,
                 implementation=kernel,
                 interpret=interpret,
