@@ -149,20 +149,20 @@ class _Batch:
         padded[:length] = session.prompt_ids
         kind = (compat.platform(), model.dtype, model.config.head_dim)
         implementation = prompt_implementation(*kind)
-        known, first = 0, None
+        known = 0
         if session.resume is not None and session.resume.tokens:
             # The rest begins with a whole block of prefill, as it would have without.
             known = session.resume.tokens
-            first = int32(known)
             padded = padded[known : known + prompt_capacity(length - known)]
             if implementation == "cudnn":
                 implementation = "xla" if why_not_prompt(*kind) else "triton"
         hidden = embed_prompt(model.static, model.ends, padded)
         tokens = int32(length)
         for layer, leaves in enumerate(model.layers):
-            kv_before = None
+            reused: dict[str, Any] = {}
             if session.resume is not None and known:
-                kv_before = self._known_layer(layer, session.resume.saved, known)
+                reused["first"] = int32(known)
+                reused["before"] = self._known_layer(layer, session.resume.saved, known)
             hidden, prompt = prefill_layer(
                 model.static,
                 leaves,
@@ -170,10 +170,9 @@ class _Batch:
                 tokens,
                 self.rows.inv_freq[row],
                 self.rows.attention_factor[row],
-                first,
-                kv_before,
                 observed=self.tools.config.retrieval.observation,
                 implementation=implementation,
+                **reused,
             )
             method.settle()
             prompt.k.block_until_ready()

@@ -93,8 +93,13 @@ class Run:
         """--plan: the table on stdout; status 0 if it fits."""
         if self.generate.load_session is not None and not self.good[0].text:
             raise ValueError("--plan needs a prompt, also with --load-session")
+        from kvdrive_jax.limits import find_limits
+
         plan = self._plan()
         print(plan.table())
+        lengths, new = plan.shape.prompt_tokens, plan.shape.max_new_tokens
+        limits = find_limits(self.generate.model, self.options.config, lengths, new)
+        print(limits.line(len(lengths), max(lengths), new))
         return DONE if plan.fits else FAILED
 
     def serve(self) -> int:

@@ -122,6 +122,12 @@ class DramCache:
             self._worth[rows[rows >= 0]] = self._step
         return absent
 
+    def holds(self, key: Wide) -> npt.NDArray[np.bool_]:
+        """Which chunks are here."""
+        with self._lock:
+            held: npt.NDArray[np.bool_] = self._row_of[key] >= 0
+        return held
+
     def rank(self, key: Wide) -> Wide:
         """Chunks [M] that ranked close to being selected: worth keeping, where worth is told by
         rank. Returns those that are not here."""

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from kvdrive_jax.tiers.pages import Ids, Wide
 
 SHARD_BYTES = 4 << 20
-SHARD_EXTENTS = 64
 """A file of the prompt holds at most this much: it is written in one go from one buffer."""
 
 HASH_BYTES = 8
@@ -70,7 +69,7 @@ class ExtentLayout:
         appended = chunk_capacity if prompt_chunks is None else chunk_capacity - prompt_chunks
         prompt_extents = max(1, ceil_div(prompt, per_extent))
         # Files of one size, which are written whole: the last one is not to be mostly empty.
-        most = max(1, min(prompt_extents, SHARD_EXTENTS, SHARD_BYTES // (per_extent * page_bytes)))
+        most = max(1, min(prompt_extents, SHARD_BYTES // (per_extent * page_bytes)))
         shard_extents = ceil_div(prompt_extents, ceil_div(prompt_extents, most))
         layout = cls(
             page_bytes=page_bytes,

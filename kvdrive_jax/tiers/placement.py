@@ -20,7 +20,7 @@ from kvdrive_jax.tiers.extents import INT32_LIMIT, ExtentLayout
 from kvdrive_jax.tiers.pages import PageGeometry, Wide
 
 READ_BYTES = 4 << 20
-READ_EXTENTS = 64
+READ_EXTENTS = 256
 READ_SHARE = 64
 """One read buffer holds at most this much, and this part of the session's DRAM; larger fetches go
 through it in several rounds."""
@@ -162,7 +162,7 @@ def plan_session(
             )
         cached = tiers.fetch != "direct"
         row_bytes = cache_bytes(1, page) if cached else page
-        rows = (share - map_bytes) // (pairs * row_bytes)
+        rows = min((share - map_bytes) // row_bytes, INT32_LIMIT - 1) // pairs
         if tiers.sync in WITHOUT_DRAM:
             cached, rows = False, 0
         most = min(READ_BYTES, share // READ_SHARE) // layout.extent_bytes

@@ -114,10 +114,8 @@ def transcode(source: PageFormat, target: PageFormat) -> Callable[[Bytes], Bytes
 
     def convert(rows: Bytes) -> Bytes:
         if rows.ndim != 2 or rows.shape[1] != source.page_bytes or rows.dtype != np.uint8:
-            raise ValueError(
-                f"rows must be [n, {source.page_bytes}] of uint8, "
-                f"got {list(rows.shape)} of {rows.dtype}"
-            )
+            got = f"{list(rows.shape)} of {rows.dtype}"
+            raise ValueError(f"rows must be [n, {source.page_bytes}] of uint8, got {got}")
         if source == target:
             return rows
         out = np.empty((len(rows), target.page_bytes), np.uint8)
@@ -164,21 +162,18 @@ def _encode(rows: Bytes, form: PageFormat, out: Bytes) -> None:
     pages = rows.view(form.dtype).reshape(count, 2, size, form.head_dim)
     wide = pages.astype(np.float32)
     ordinary = np.abs(wide) < LIMIT
-    all_ordinary = bool(ordinary.all())
-    if not all_ordinary:
+    if not (all_ordinary := ordinary.all()):
         wide[~ordinary] = 0
     keys, values = wide[:, 0], wide[:, 1]
     tokens = [keys[:, t] for t in range(size)]
     low, high = reduce(np.minimum, tokens).copy(), reduce(np.maximum, tokens).copy()
     largest, largest_value = np.maximum(high, -low), _largest(values)
-    if form.precision == "int8":
-        key_pattern = _pattern(largest * np.float32(1 / 127))
-        value_pattern = _pattern(largest_value * np.float32(1 / 127))
-    else:
-        spread = (high - low) * np.float32(1 / 13)
-        key_pattern = _pattern(np.maximum(spread, largest * np.float32(1 / 28)))
-        value_pattern = _pattern(largest_value * np.float32(1 / 7))
-    base, step, nibble = _nibbles(key_pattern)
+    wanted = largest * np.float32(1 / 127 if form.precision == "int8" else 1 / 28)
+    if form.precision == "int4":
+        wanted = np.maximum(wanted, (high - low) * np.float32(1 / 13))
+    most = 127 if form.precision == "int8" else 7
+    value_pattern = _pattern(largest_value * np.float32(1 / most))
+    base, step, nibble = _nibbles(_pattern(wanted))
     scale = _number(base + (nibble << step + FINEST))
     inverse = 1 / scale
     keys *= inverse[:, None]
@@ -202,8 +197,7 @@ def _encode(rows: Bytes, form: PageFormat, out: Bytes) -> None:
         wide += 8
         codes = wide.astype(np.uint8)
         codes[:, 1] <<= 4
-        packed = (codes[:, 0] | codes[:, 1]).reshape(count, -1)
-        out[:, : form._channels] = packed
+        out[:, : form._channels] = (codes[:, 0] | codes[:, 1]).reshape(count, -1)
     out[:, form._tokens : form._header].view("<u2")[...] = value_pattern
     out[:, form._header : form._header + 2].view("<u2")[...] = header
     out[:, form._header + 2 :] = 0
@@ -221,7 +215,7 @@ def _widen(rows: Bytes, source: PageFormat, target: PageFormat, out: Bytes) -> N
     out[:, target._header + 2 :] = 0
 
 
-def _channel_nibbles(rows: Bytes, form: PageFormat) -> tuple[Bytes, Bytes]:
+def _channel_nibbles(rows: Bytes, form: PageFormat) -> tuple[Words, Words]:
     """Low and high nibbles [n, D] of the channels: scales and zeros. int8 has no zeros."""
     channels = rows[:, form._channels : form._tokens]
     low, high = channels & 15, channels >> 4
@@ -230,7 +224,7 @@ def _channel_nibbles(rows: Bytes, form: PageFormat) -> tuple[Bytes, Bytes]:
     return low, high
 
 
-def _int4_numbers(rows: Bytes, form: PageFormat, zero: Bytes) -> tuple[Words, Words]:
+def _int4_numbers(rows: Bytes, form: PageFormat, zero: Words) -> tuple[Words, Words]:
     """Keys and values [n, c, D] int8 of int4 rows, in scales."""
     codes = rows[:, : form._channels].reshape(len(rows), form.chunk_size, form.head_dim)
     keys, values = (codes & 15).view(np.int8), (codes >> 4).view(np.int8)
@@ -240,13 +234,12 @@ def _int4_numbers(rows: Bytes, form: PageFormat, zero: Bytes) -> tuple[Words, Wo
 
 
 def _largest(values: Floats) -> Floats:
-    """Largest magnitude [n, c] of values [n, c, D]; halves of a row at a time, as NumPy is slow to
-    reduce many short rows."""
-    found = np.abs(values)
+    """Largest magnitude [n, c] of [n, c, D], by halves: NumPy is slow to reduce many short rows."""
+    found: Floats = np.abs(values)
     while found.shape[-1] % 2 == 0:
         half = found.shape[-1] // 2
         found = np.maximum(found[..., :half], found[..., half:])
-    return found.max(axis=-1)  # type: ignore[no-any-return]
+    return found.max(axis=-1)
 
 
 def _pattern(scale: Floats) -> Words:

@@ -129,6 +129,17 @@ class SessionPages:
         """Chunks of each kv head handed in for a layer: their ids are 0 .. stored - 1."""
         return self._count[layer]
 
+    def in_dram(self, layer: int) -> npt.NDArray[np.bool_]:
+        """Which chunks of a layer DRAM holds now: [K, capacity]."""
+        dram, heads = self._dram, np.arange(self._heads)[:, None]
+        chunks = np.arange(self._capacity)
+        if isinstance(dram, DramCache):
+            return dram.holds(dram.key(layer, heads, chunks))
+        if dram.row_of_chunk is None:
+            held = (chunks < self._count[layer])[None].repeat(self._heads, axis=0)
+            return held
+        return dram.row_of_chunk[layer].reshape(self._heads, -1) >= 0
+
     def dram_rows(self, layer: int) -> tuple[Bytes, Ids | None]:
         """Where a layer's pages are in DRAM, for slabs that the device reads: the slab
         [K * rows, page_bytes]; and the row in it of each chunk [K * capacity] (-1: not in DRAM),

@@ -68,7 +68,7 @@ def replay(trace: Trace, layout: WindowLayout, eviction: str, *, skip: int = 0) 
         raise ValueError(
             f"layout must be for a selection of {trace.info.selected} chunks, got {layout.selected}"
         )
-    directory = _warm(trace, layout, eviction)
+    directory = warm_directory(trace, layout, eviction)
     ids, scores = jnp.asarray(trace.ids), jnp.asarray(trace.scores)
     if eviction == BELADY:
         first, after = next_uses(trace.selection, trace.info.chunk_capacity)
@@ -79,7 +79,8 @@ def replay(trace: Trace, layout: WindowLayout, eviction: str, *, skip: int = 0) 
     return Replay(selected=selected[skip:], missed=np.asarray(missed)[skip:])
 
 
-def _warm(trace: Trace, layout: WindowLayout, eviction: str) -> Directory:
+def warm_directory(trace: Trace, layout: WindowLayout, eviction: str) -> Directory:
+    """Windows as the trace's prompt leaves them: all layers as sessions of one directory."""
     directory = empty_directory(
         trace.layers,
         trace.kv_heads,
