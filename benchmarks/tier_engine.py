@@ -22,7 +22,7 @@ WINDOW = 2.0
 
 
 def config(
-    *, budget: int = BUDGET, window: float = WINDOW, batch: int = 1, **tiers: Any
+    *, budget: int = BUDGET, window: float | None = WINDOW, batch: int = 1, **tiers: Any
 ) -> KVDriveConfig:
     """Windows in HBM and what ``tiers`` says of the rest."""
     return KVDriveConfig(

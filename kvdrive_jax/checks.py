@@ -56,8 +56,8 @@ def index_form(config: KVDriveConfig, model: ModelConfig) -> IndexForm:
     )
 
 
-def layout_form(config: KVDriveConfig) -> ClusterForm:
-    """What groups pages on SSD, whatever the index."""
+def cluster_form(config: KVDriveConfig) -> ClusterForm:
+    """What groups chunks for estimates, whatever the index."""
     retrieval = config.retrieval
     return ClusterForm(
         tokens_per_cluster=retrieval.tokens_per_cluster,

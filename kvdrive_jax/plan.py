@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvdrive_jax.budgets import Budgets, resolve_budgets
-from kvdrive_jax.checks import check_config, check_length, index_form, layout_form
+from kvdrive_jax.checks import check_config, check_length, cluster_form, index_form
 from kvdrive_jax.config import KVDriveConfig, TierConfig, format_size
 from kvdrive_jax.index.rest import Retrieval
 from kvdrive_jax.models.config import ModelConfig
@@ -253,7 +253,7 @@ def _plan_kvdrive(
     digest: str,
 ) -> Plan:
     retrieval, tiers = config.retrieval, config.tiers
-    retrieves = Retrieval(index_form(config, model), retrieval.estimate, layout_form(config))
+    retrieves = Retrieval(index_form(config, model), retrieval.estimate, cluster_form(config))
     geometry = PageGeometry(
         layers=model.num_layers,
         kv_heads=model.num_kv_heads,

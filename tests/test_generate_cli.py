@@ -123,9 +123,15 @@ class StandInEngine:
         }
 
 
+class StandInLimits:
+    def line(self, *_: int) -> str:
+        return "largest prompts that fit: 7 tokens"
+
+
 class StandInPlan:
     fits = True
     method = "kvdrive"
+    shape = types.SimpleNamespace(prompt_tokens=(1,), max_new_tokens=2)
 
     def table(self) -> str:
         return "HBM 5 B of 10 B"
@@ -163,6 +169,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandInEngine]:
     monkeypatch.setattr(StandInPlan, "fits", True)
     module("kvdrive_jax.engine", Engine=StandInEngine)
     module("kvdrive_jax.plan", plan_for=lambda *_: StandInPlan())
+    module("kvdrive_jax.limits", find_limits=lambda *_: StandInLimits())
     module("kvdrive_jax.models.tokenizer", Tokenizer=StandInTokenizer)
     return StandInEngine
 
@@ -415,7 +422,8 @@ def test_plan_prints_the_table(
 ) -> None:
     monkeypatch.setattr(StandInPlan, "fits", fits)
     assert generate.main(["--prompt", "a", "--plan"]) == status
-    assert capsys.readouterr().out == "HBM 5 B of 10 B\n"
+    expected = "HBM 5 B of 10 B\nlargest prompts that fit: 7 tokens\n"
+    assert capsys.readouterr().out == expected
     assert stand_in.closed == 0
 
 

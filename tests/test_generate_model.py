@@ -81,12 +81,12 @@ def test_tiers_and_windows_give_the_same_answer(run: Command, tmp_path: Path) ->
 def check_stats(figures: dict[str, Any]) -> None:
     assert set(figures) == {
         "model", "method", "device", "dtype", "config", "sessions", "prefill_s", "index_s",
-        "decode_s", "decode_tokens_per_s", "bytes", "tiers", "stage_s",
+        "decode_s", "save_s", "decode_tokens_per_s", "bytes", "pages", "tiers", "stage_s",
     }  # fmt: skip
     for session in figures["sessions"]:
         assert set(session) == {
             "prompt_tokens", "new_tokens", "finish_reason", "ttft_s", "attended_tokens_mean",
-            "hit_rate",
+            "hit_rate", "reused_tokens", "saved_bytes",
         }  # fmt: skip
     assert sum(figures["stage_s"].values()) == pytest.approx(figures["decode_s"], rel=0.02)
     for held in figures["tiers"].values():
@@ -99,8 +99,25 @@ def test_every_field_of_the_statistics_is_documented(run: Command, tmp_path: Pat
     figures = json.loads(stats.read_text())
     text = (Path(__file__).parent.parent / "docs" / "stats.md").read_text(encoding="utf-8")
     names = [*figures, *figures["sessions"][0], *figures["bytes"], *figures["tiers"]]
-    for name in [*names, *figures["stage_s"], *figures["tiers"]["hbm"]]:
+    for name in [*names, *figures["stage_s"], *figures["tiers"]["hbm"], *figures["pages"]]:
         assert f"`{name}`" in text
+
+
+def test_a_session_is_saved_and_gone_on_with(run: Command, tmp_path: Path) -> None:
+    folder = str(tmp_path / "session")
+    whole = run(*LONG)
+    first = run(*LONG, "--max-new-tokens", "10", "--save-session", folder)
+    assert f"saved in {folder}" in run.err
+    more = ["--budget", "64", "--ignore-eos", *SMALL, "--load-session", folder]
+    second = run(*more, "--max-new-tokens", "14")
+    assert first.removesuffix("\n") + second == whole
+    assert run(*LONG, "--load-session", folder) == whole
+    run(*more, "--prompt", "x", status=2)
+    assert "does not begin as the session" in run.err
+    run(*more[:-1], str(tmp_path), status=2)
+    assert "is none" in run.err
+    run("--input-jsonl", "x", "--save-session", folder, status=2)
+    assert "takes one prompt" in run.err
 
 
 def test_budget_of_the_context_equals_full_attention(run: Command) -> None:

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvdrive_jax.checks import layout_form
 from kvdrive_jax.config import Precision
 from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
@@ -103,8 +102,7 @@ class KVDrive(BatchMethod):
         self._importance: dict[int, jax.Array] = {}
         self._kept: dict[tuple[int, int], Kept] = {}
         self._flushes = [0] * shape.batch
-        on_ssd = not plan.resident and tools.config.tiers.ssd_dir is not None
-        self._layout = layout_form(tools.config) if on_ssd else None
+        self._on_ssd = not plan.resident and tools.config.tiers.ssd_dir is not None
         self._n_chunks = np.zeros(shape.batch, np.int64)
         self._store: PageStore | None = None
         self._sessions: list[SessionPages | None] = [None] * shape.batch
@@ -221,7 +219,7 @@ class KVDrive(BatchMethod):
             prompt,
             int32(int(self.rows.length[row])),
             count,
-            layout=self._layout,
+            grouped=self._on_ssd,
             near_capacity=shape.near_capacity,
             chunk_capacity=shape.chunk_capacity,
         )

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from kvdrive_jax.index.chunks import split_into_chunks
-from kvdrive_jax.index.clusters import ClusterForm, ClusterIndex
+from kvdrive_jax.index.clusters import ClusterIndex
 from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.index.selection import importance
 from kvdrive_jax.pallas.page_write import write_pages
@@ -28,7 +28,7 @@ class PromptParts(NamedTuple):
     pages: [K, N, 2, c, D], rows from the session's chunk count on are padding; stored: the same as
     DRAM keeps them; near: k, v [K, W, D]; piece: its index; importance: [K, N] float32 (paper 7.1),
     0 for padding; groups: [K, N] int32, the cluster of each chunk, for layout on SSD (None: no SSD
-    tier).
+    tier, or an index without).
     """
 
     pages: jax.Array
@@ -39,21 +39,21 @@ class PromptParts(NamedTuple):
     groups: jax.Array | None
 
 
-@partial(jax.jit, static_argnames=("spec", "layout", "near_capacity", "chunk_capacity"))
+@partial(jax.jit, static_argnames=("spec", "grouped", "near_capacity", "chunk_capacity"))
 def take_apart(
     spec: StageSpec,
     prompt: PromptLayer,
     length: jax.Array,
     n_chunks: jax.Array,
     *,
-    layout: ClusterForm | None,
+    grouped: bool,
     near_capacity: int,
     chunk_capacity: int,
 ) -> PromptParts:
     """Pages, near tokens, index and importance of one layer of a prompt.
 
-    length, n_chunks: int32 scalars; layout: what groups pages on SSD (None: no SSD tier);
-    near_capacity: W; chunk_capacity: N.
+    length, n_chunks: int32 scalars; grouped: whether the groups of an index that has some are
+    wanted; near_capacity: W; chunk_capacity: N.
     """
     sink, chunk = spec.sink, spec.chunk_size
 
@@ -69,11 +69,8 @@ def take_apart(
         for array in (prompt.k, prompt.v)
     )
     piece = spec.retrieval.build(keys, values, n_chunks)
-    groups = None
-    if layout is not None:
-        made = [part for part in piece if isinstance(part, ClusterIndex)]
-        clusters = made[0] if made else layout.build(keys, n_chunks)
-        groups = clusters.cluster_of_chunk
+    clusters = [part for part in piece if grouped and isinstance(part, ClusterIndex)]
+    groups = clusters[0].cluster_of_chunk if clusters else None
     pages = jnp.stack([keys, values], axis=2)
     return PromptParts(
         pages,

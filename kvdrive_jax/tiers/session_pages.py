@@ -131,13 +131,12 @@ class SessionPages:
 
     def in_dram(self, layer: int) -> npt.NDArray[np.bool_]:
         """Which chunks of a layer DRAM holds now: [K, capacity]."""
-        dram, heads = self._dram, np.arange(self._heads)[:, None]
+        dram, heads = self._dram, np.arange(self._heads, dtype=np.int32)[:, None]
         chunks = np.arange(self._capacity)
         if isinstance(dram, DramCache):
             return dram.holds(dram.key(layer, heads, chunks))
         if dram.row_of_chunk is None:
-            held = (chunks < self._count[layer])[None].repeat(self._heads, axis=0)
-            return held
+            return (chunks < self._count[layer])[None].repeat(self._heads, axis=0)
         return dram.row_of_chunk[layer].reshape(self._heads, -1) >= 0
 
     def dram_rows(self, layer: int) -> tuple[Bytes, Ids | None]:
@@ -169,8 +168,8 @@ class SessionPages:
             pages: [K, N, *dram_shape] by chunk id; what lies at ``n_chunks`` and beyond is padding.
             cluster_of_chunk: integer [K, N], the order on SSD (by cluster, then id); None: by id.
             importance: [K, N], which chunks DRAM holds if not all; None: the first.
-            above: [K], how many of the most important a window holds, so that DRAM holds the next;
-                None: none.
+            above: [K], how many of the most important a window holds, which DRAM leaves to it
+                where it is no larger; None: none.
 
         Raises ValueError for shapes and counts that do not fit, or a layer offloaded before;
         PageError when the session failed.
@@ -389,7 +388,10 @@ class SessionPages:
         if isinstance(dram, DramSlabs):
             dram.put(layer, head, rows, np.sort(resident_chunks(ranked, dram.rows, 0)))
         elif self._shared.tiers.warm_up != "none":
-            chunks = resident_chunks(ranked, dram.rows_per_pair, above)
+            # What leaves a window must come from somewhere: only where DRAM is no larger than the
+            # windows does it hold others than they.
+            skipped = above if dram.rows_per_pair <= above else 0
+            chunks = resident_chunks(ranked, dram.rows_per_pair, skipped)
             worth = 1 - (np.arange(len(chunks)) + 1) / (n_chunks + 1)
             dram.put(dram.key(layer, head, chunks), rows, chunks, worth)
         if self._segments is not None:

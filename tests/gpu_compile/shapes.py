@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvdrive_jax.budgets import Budgets
-from kvdrive_jax.checks import layout_form
 from kvdrive_jax.config import KVDriveConfig, RetrievalConfig, TierConfig, WindowConfig
 from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.models.model import Model, abstract_model
@@ -262,8 +261,3 @@ class Shape:
         keys = self.array(config.num_kv_heads, tokens, config.head_dim)
         observed = self.settings.retrieval.observation
         return PromptLayer(keys, keys, self.array(observed, config.num_heads, config.head_dim))
-
-    @property
-    def layout(self) -> Any:
-        """What groups pages on SSD."""
-        return layout_form(self.settings)

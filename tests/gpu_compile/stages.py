@@ -102,7 +102,7 @@ def take_apart(shape: Shape) -> Call:
         indexing.take_apart,
         (shape.spec, shape.prompt_layer, shape.ids(), shape.ids()),
         {
-            "layout": shape.layout,
+            "grouped": True,
             "near_capacity": shape.plan.shape.near_capacity,
             "chunk_capacity": shape.plan.shape.chunk_capacity,
         },
@@ -134,7 +134,8 @@ def insert_pages(shape: Shape) -> Call:
 def warm(shape: Shape) -> Call:
     """A session's most important chunks into its windows."""
     window = shape.pool
-    args = (window, shape.directory, shape.ids(), _parts(shape), shape.ids())
+    parts = _parts(shape)
+    args = (window, shape.directory, shape.ids(), parts.pages, parts.importance, shape.ids())
     return Call(indexing.warm_window, args)
 
 
