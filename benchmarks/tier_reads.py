@@ -66,7 +66,7 @@ def compare(
         def preadv(heads: Any, extents: Any) -> None:
             opened: dict[str, int] = {}
             for i, (head, extent) in enumerate(zip(heads.tolist(), extents.tolist(), strict=True)):
-                path = str(segments.file_of(0, head, extent))
+                path = segments.file_of(0, head, extent)
                 if path not in opened:
                     opened[path] = os.open(path, os.O_RDONLY)
                 at = extent % layout.shard_extents * extent_bytes

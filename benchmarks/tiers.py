@@ -357,7 +357,7 @@ def _first(
         known = None if path is None else engine.load_session(path)
         ids = prompt if known is None else known.all_tokens
         events = engine.stream_ids([ids], max_new_tokens=9, ignore_eos=True, session=known)
-        tokens = [event.generation.token_ids for event in events if event.generation][0]
+        tokens = list(events)[-1].generation.token_ids
         return time.perf_counter() - start - engine.stats()["decode_s"], tokens
 
 

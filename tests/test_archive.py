@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 
-from kvdrive_jax.tiers import archive as archives
+from kvdrive_jax.tiers import archive_claims
 from kvdrive_jax.tiers.archive import (
     LARGEST_MANIFEST,
     ArchiveError,
@@ -462,7 +462,7 @@ def test_any_field_makes_an_archive_or_a_refusal(memory: Path, field: str, value
 KILLED = """
 import os, signal, sys
 import numpy as np
-from kvdrive_jax.tiers import archive
+from kvdrive_jax.tiers import archive, archive_claims, archive_parts
 
 def save(path, value):
     with archive.ArchiveWriter(path, {"value": value}) as writer:
@@ -481,8 +481,8 @@ def die_before(call):
         return step
     for name in ("open", "mkdir", "write", "fsync", "replace", "unlink", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
-    archive.fcntl.flock = counted(archive.fcntl.flock)
-    archive._STEP = 64
+    archive_claims.fcntl.flock = counted(archive_claims.fcntl.flock)
+    archive_parts._STEP = 64
 
 status, call = 1, 0
 while status:
@@ -602,7 +602,7 @@ def test_two_writers_of_one_path(place: Path) -> None:
 def test_a_directory_pruned_before_it_was_locked_is_made_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, early = archives._lock, [True]
+    lock, early = archive_claims.take_lock, [True]
 
     def late(data: Path) -> Any:
         if early and early.pop():
@@ -610,7 +610,7 @@ def test_a_directory_pruned_before_it_was_locked_is_made_again(
             assert not data.parent.exists()
         return lock(data)
 
-    monkeypatch.setattr(archives, "_lock", late)
+    monkeypatch.setattr(archive_claims, "take_lock", late)
     save(place / "s")
     assert value_of(place / "s") == 1
     assert len(list((place / "s").iterdir())) == 2

@@ -115,13 +115,14 @@ class SsdSegments:
         array = ts.open(spec, context=context, create=True).result()
         return [array[layer] for layer in range(shape[0])]
 
-    def file_of(self, layer: int, head: int, extent: int) -> Path:
+    def file_of(self, layer: int, head: int, extent: int) -> str:
         """The file that holds an extent of a segment."""
         layout = self.layout
+        # Text, not Path: this is done for every read, and Path takes as long as the read.
         if extent < layout.prompt_extents:
-            return self.path / "prompt" / f"{layer}.{head}.{extent // layout.shard_extents}.0"
+            return f"{self.path}/prompt/{layer}.{head}.{extent // layout.shard_extents}.0"
         piece = (extent - layout.prompt_extents) // layout.piece_extents
-        return self.path / "pieces" / f"{layer}.0.{piece}.0"
+        return f"{self.path}/pieces/{layer}.0.{piece}.0"
 
     def write_prompt(self, layer: int, head: int, rows: Bytes, order: Wide, scratch: Bytes) -> int:
         """Write pages ``rows[order]`` ([N, bytes in DRAM] by chunk id) from position 0 on. Returns
@@ -177,7 +178,7 @@ class SsdSegments:
                 layer=layer,
                 head=head,
                 extent=extent,
-                path=str(self.file_of(layer, head or 0, extent)),
+                path=self.file_of(layer, head or 0, extent),
             ) from error
 
     def read(self, layer: int, heads: Wide, extents: Wide, target: Bytes) -> None:
@@ -201,7 +202,7 @@ class SsdSegments:
                         layer=layer,
                         head=head,
                         extent=extent,
-                        path=str(self.file_of(layer, head, extent)),
+                        path=self.file_of(layer, head, extent),
                     ) from error
 
     def _read_batch(self, layer: int, heads: Wide, extents: Wide, target: Bytes) -> None:
