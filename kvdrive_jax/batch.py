@@ -188,7 +188,12 @@ class _Batch:
         layers = self.tools.model.config.num_layers
         self.rows.length[row] = len(saved.tokens)
         for layer in range(layers):
-            self.method.restore(row, layer, saved)
+            try:
+                self.method.restore(row, layer, saved)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"the session in {saved.archive.path} does not fit: layer {layer}: {error}"
+                ) from error
             progress.update(len(saved.tokens) * (layer + 1) // layers)
         return jnp.asarray(saved.logits)[None]
 

@@ -83,7 +83,8 @@ class DramCache:
         """Pages ``pages[source]`` of one (layer, kv head), best first, as prefill leaves them.
         worth: [M] in [0, 1)."""
         with self._lock:
-            rows = self._rows(self._group(key), len(key))
+            group = 0 if self._groups == 1 or not len(key) else int(key[0]) // self._capacity
+            rows = self._rows(group, len(key))
         # Fewer where others were faster.
         key, source, worth = key[: len(rows)], source[: len(rows)], worth[: len(rows)]
         self._slab[rows] = pages[source]
@@ -93,8 +94,11 @@ class DramCache:
     def install(self, key: Wide, pages: Bytes) -> None:
         """Keep pages [M, page_bytes] of one layer that were read from SSD, or are new; those that
         are here already are left out, and those that there is no room for."""
+        if self._groups == 1:
+            self._install(0, key, np.arange(len(key))[: self._group_rows], pages)
+            return
         order = np.argsort(key, kind="stable")
-        group = self._group(key[order])
+        group = key[order] // self._capacity
         edges = np.flatnonzero(np.diff(group, prepend=-1, append=self._groups)).tolist()
         for first, last in itertools.pairwise(edges):
             self._install(int(group[first]), key, order[first:last][: self._group_rows], pages)
@@ -102,7 +106,8 @@ class DramCache:
     def _install(self, group: int, key: Wide, at: Wide, pages: Bytes) -> None:
         with self._lock:
             at = at[self._row_of[key[at]] < 0]
-            rows = self._rows(np.array([group]), len(at))
+            at = at[np.unique(key[at], return_index=True)[1]]
+            rows = self._rows(group, len(at))
             at = at[: len(rows)]
         self._slab[rows] = pages[at]
         with self._lock:
@@ -138,17 +143,11 @@ class DramCache:
                 self._worth[rows[here]] = self._step
         return key[~here]
 
-    def _group(self, key: Wide) -> Wide:
-        if self._groups == 1:
-            return np.zeros(len(key), np.int64)
-        return key // self._capacity
-
-    def _rows(self, group: Wide, count: int) -> Ids:
-        """``count`` rows of one group that nobody has, or as many as there are; pages of least
+    def _rows(self, at: int, count: int) -> Ids:
+        """``count`` rows of group ``at`` that nobody has, or as many as there are; pages of least
         worth leave for them."""
         if not count:
             return np.empty(0, np.int32)
-        at = int(group[0])
         if self._n_free[at] < count:
             self._leave(at, count - self._n_free[at])
         count = min(count, self._n_free[at])

@@ -169,7 +169,7 @@ def plan_read(
         head, extent = np.concatenate([head, also[0]]), np.concatenate([extent, also[1]])
     tail = layout.extents - layout.prompt_extents
     key = head * np.int64(layout.prompt_extents) + extent
-    if tail:
+    if tail and int(extent.max(initial=0)) >= layout.prompt_extents:
         behind = extent >= layout.prompt_extents
         split = kv_heads * layout.prompt_extents
         late = split + head * np.int64(tail) + (extent - layout.prompt_extents)

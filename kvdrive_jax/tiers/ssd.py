@@ -210,8 +210,12 @@ class SsdSegments:
         files, place = self._places(heads, extents)
         # One more than a file holds: a run never goes on in the next file.
         stride = max(layout.shard_extents, self._heads * layout.piece_extents) + 1
-        first = np.flatnonzero(np.diff(files * stride + place, prepend=-2) != 1)
-        count = np.diff(first, append=len(place))
+        key = files * stride + place
+        new = np.empty(len(key), np.bool_)
+        new[:1] = True
+        np.not_equal(key[1:], key[:-1] + 1, out=new[1:])
+        first = np.flatnonzero(new)
+        count = np.append(first[1:], len(key)) - first
         columns = (files[first], heads[first], extents[first], place[first] * size, first, count)
         runs = list(zip(*(column.tolist() for column in columns), strict=True))
         flat = target.reshape(-1).data
@@ -234,12 +238,12 @@ class SsdSegments:
             raise OSError("the bytes read are not those that were written")
 
     def _places(self, heads: Wide, extents: Wide) -> tuple[Wide, Wide]:
-        """For each extent a number of its file in the layer, and its place there."""
+        """For each of n > 0 extents a number of its file in the layer, and its place there."""
         layout = self.layout
         file, place = np.divmod(extents, layout.shard_extents)
         per_segment = ceil_div(layout.prompt_extents, layout.shard_extents)
         file = heads * per_segment + file
-        if layout.pieces:
+        if int(extents[-1]) >= layout.prompt_extents:  # those of pieces come last
             piece, within = np.divmod(extents - layout.prompt_extents, layout.piece_extents)
             behind = extents >= layout.prompt_extents
             file = np.where(behind, self._heads * per_segment + piece, file)

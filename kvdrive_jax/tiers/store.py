@@ -147,6 +147,10 @@ class PageStore:
                 # What does not fit is read back from SSD, through buffers that count as well.
                 partial = plan_for(plan.dram_bytes - 1) if ssd and plan.dram_bytes else plan
                 plan = plan_for(max(0, left - transit.growth([*others, partial])))
+                # With less DRAM come smaller buffers, which leave a little more of it.
+                more = plan_for(max(0, left - transit.growth([*others, plan])))
+                if more.dram_bytes + transit.growth([*others, more]) <= left:
+                    plan = more
         needed, free = plan.dram_bytes + transit.growth([*others, plan]), host_memory_bytes()
         if needed > free:
             raise BudgetError(

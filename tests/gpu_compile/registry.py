@@ -86,6 +86,12 @@ def select_scratch(shape: Shape) -> float:
     return logits(shape) + 3 * scores_bytes(shape) + activation_bytes(shape)
 
 
+def fetched_bytes(shape: Shape) -> float:
+    """The pages of the largest transfer."""
+    selected = shape.batch * shape.config.num_kv_heads * shape.plan.shape.selected
+    return selected * page_bytes(shape)
+
+
 def compute_scratch(shape: Shape) -> float:
     """Less than a copy of the selected keys would take."""
     return splits(shape) + activation_bytes(shape)
@@ -116,11 +122,12 @@ def prompt_scratch(shape: Shape) -> float:
 def index_stages(index: str, targets: tuple[str, ...]) -> tuple[Case, ...]:
     """The stages that an index takes part in."""
     more: dict[str, Any] = {"index": index, "targets": targets}
+    kmeans = 2 if index == "clusters" else 0
     return (
         Case(f"select {index}", stages.select, select_scratch, 32, pallas=3, **more),
         Case(f"resident {index}", stages.resident, resident_scratch, 22, pallas=5, **more),
         Case(f"flush {index}", stages.flush, lambda s: 3 * near_bytes(s), 32, **more),
-        Case(f"take apart {index}", stages.take_apart, prompt_bytes, 96, pallas=2, **more),
+        Case(f"take apart {index}", stages.take_apart, prompt_bytes, 96, pallas=kmeans, **more),
         Case(f"insert {index}", stages.insert, piece_bytes, 13, **more),
     )
 
@@ -139,8 +146,11 @@ STAGES = (
           estimate="clusters", targets=ONE),
     stage("select moments:4, one span in four", stages.select, select_scratch, 48, 3,
           index="moments:4", scan_one_in=4, targets=ONE),
+    stage("select moments:4, likely", stages.select_likely, select_scratch, 40, 3,
+          index="moments:4", targets=ONE),
     stage("compute", stages.compute, compute_scratch, 11, 2, others=True),
     stage("write", stages.write, none, 1, 1),
+    stage("write int4", stages.write_codes, fetched_bytes, 12, 1, targets=ONE),
     stage("gather", stages.gather, scores_bytes, 5, 1),
     stage("grow", stages.grow, none, 1),
     stage("append", stages.append, none, 64),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvdrive_jax.methods import full
 from kvdrive_jax.methods.base import embed_tokens, token_logits
 from kvdrive_jax.pipeline import direct, indexing, prefill, stages
+from kvdrive_jax.tiers.precision import PageFormat
 from tests.gpu_compile.cases import Call
 from tests.gpu_compile.shapes import Shape
 
@@ -18,6 +21,12 @@ def select(shape: Shape) -> Call:
     """Norm, queries, scores, selection, directory."""
     state = (shape.layer_index, shape.directory)
     return Call(stages.select_stage, (shape.spec, shape.layer, shape.hidden, shape.step, *state))
+
+
+def select_likely(shape: Shape) -> Call:
+    """The same, and what ranks close to being selected, to be read ahead."""
+    spec = replace(shape.spec, likely=5 * shape.spec.selected // 4)
+    return Call(stages.select_stage, (spec, *select(shape).args[1:]))
 
 
 def compute(shape: Shape) -> Call:
@@ -43,6 +52,16 @@ def write(shape: Shape) -> Call:
     most = shape.batch * shape.config.num_kv_heads * shape.plan.shape.selected
     pages = shape.pages(most)
     return Call(stages.write_stage, (window, pages, shape.ids(most)))
+
+
+def write_codes(shape: Shape) -> Call:
+    """The same, of pages that are int4 below HBM."""
+    window = shape.pool
+    most = shape.batch * shape.config.num_kv_heads * shape.plan.shape.selected
+    _, chunk_size, head_dim = window.shape[2:]
+    kept = PageFormat("int4", chunk_size, head_dim, np.dtype(window.dtype))
+    rows = shape.array(most, kept.page_bytes, dtype=jnp.uint8)
+    return Call(stages.write_stage, (window, rows, shape.ids(most)), {"precision": "int4"})
 
 
 def gather(shape: Shape) -> Call:
