@@ -24,7 +24,8 @@ def places(model: Any, tokenizer: Any, prompt: Sequence[int], extent_bytes: int)
 
     def look(method: KVDrive) -> None:
         finish(method)
-        session = method._sessions[0]
+        assert method._tiers is not None
+        session = method._tiers.sessions[0]
         assert session is not None
         for layer, directory in enumerate(method._directory):
             n = session.stored(layer)

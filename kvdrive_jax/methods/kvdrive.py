@@ -10,9 +10,6 @@ page store's workers see NumPy views.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +21,8 @@ from kvdrive_jax.config import Precision
 from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
 from kvdrive_jax.methods.kvdrive_saved import Kept, from_arrays, to_arrays
-from kvdrive_jax.pipeline.direct import DirectFetcher, choose_fetch, committed
-from kvdrive_jax.pipeline.fetcher import Fetcher
+from kvdrive_jax.methods.kvdrive_tiers import BatchTiers, page_geometry
+from kvdrive_jax.pipeline.direct import committed
 from kvdrive_jax.pipeline.indexing import (
     PromptParts,
     add_importance,
@@ -52,29 +49,13 @@ from kvdrive_jax.pipeline.stages import (
     resident_layer,
     select_stage,
 )
-from kvdrive_jax.plan import WORKERS, Plan
+from kvdrive_jax.plan import Plan
 from kvdrive_jax.saved import SavedSession
 from kvdrive_jax.tiers.archive import Arrays
-from kvdrive_jax.tiers.pages import PageError, PageGeometry
-from kvdrive_jax.tiers.store import PageStore, SessionPages
 from kvdrive_jax.window.directory import Directory, empty_directory
 from kvdrive_jax.window.eviction import smooths
 
 HBM_ACCOUNTS = ("index", "sink, local and recent", "windows", "directory", "fetched pages")
-
-
-def page_geometry(tools: Tools) -> PageGeometry:
-    """The pages of this model and configuration."""
-    config = tools.model.config
-    return PageGeometry(
-        layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        chunk_size=tools.config.retrieval.chunk_size,
-        head_dim=config.head_dim,
-        dtype=np.dtype(tools.model.dtype),
-        dram=tools.config.tiers.dram_dtype,
-        ssd=tools.config.tiers.ssd_precision,
-    )
 
 
 class KVDrive(BatchMethod):
@@ -104,9 +85,7 @@ class KVDrive(BatchMethod):
         self._flushes = [0] * shape.batch
         self._on_ssd = not plan.resident and tools.config.tiers.ssd_dir is not None
         self._n_chunks = np.zeros(shape.batch, np.int64)
-        self._store: PageStore | None = None
-        self._sessions: list[SessionPages | None] = [None] * shape.batch
-        self._fetcher: Fetcher | DirectFetcher | None = None
+        self._tiers: BatchTiers | None = None
         self._pending: list[tuple[int, int, PromptParts]] = []
         self._reserved: list[str] = []
         self._near: list[Near] = []
@@ -129,7 +108,7 @@ class KVDrive(BatchMethod):
                 tools.ledger.reserve("hbm", name, plan.bytes_of("hbm", name))
                 self._reserved.append(name)
             if not plan.resident:
-                self._open_tiers()
+                self._tiers = BatchTiers(tools, plan, self.failed)
             self._allocate()
         except BaseException:
             self.close()
@@ -168,44 +147,9 @@ class KVDrive(BatchMethod):
                 )
                 for layer in layers
             ]
-        if isinstance(self._fetcher, DirectFetcher):
+        if self._tiers is not None and self._tiers.direct:
             self._near, self._window = committed((self._near, self._window))
             self._index, self._directory = committed((self._index, self._directory))
-
-    def _open_tiers(self) -> None:
-        tools, plan = self.tools, self.plan
-        geometry = page_geometry(tools)
-        rows = geometry.kv_heads * sum(session.rows for session in plan.sessions)
-        cached = any(session.cached for session in plan.sessions)
-        way = choose_fetch(tools.config.tiers.fetch, geometry, rows, cached=cached)
-        if way.notice is not None:
-            print(way.notice, file=sys.stderr)
-        arena = way.arena
-        self._store = PageStore(
-            geometry,
-            tools.config.tiers,
-            tools.ledger,
-            tools.traffic,
-            workers=WORKERS,
-            link=tools.links.ssd_to_dram,
-            allocate=None if arena is None else arena.take,
-        )
-        most = self._spec.selected * plan.shape.batch * geometry.kv_heads
-        fetcher = Fetcher(
-            self._store, geometry, most, tools.ledger, tools.traffic, tools.links.dram_to_hbm
-        )
-        self._fetcher = (
-            fetcher if arena is None else DirectFetcher(arena, fetcher, geometry, tools.traffic)
-        )
-        for row, session in enumerate(plan.sessions):
-            self._sessions[row] = self._store.open(
-                session.chunk_capacity,
-                session.dram_bytes,
-                session.layout is not None,
-                str(row),
-                prompt_chunks=plan.shape.prompt_chunks[row],
-                piece_chunks=plan.shape.flush_chunks,
-            )
 
     # Prefill
 
@@ -253,29 +197,23 @@ class KVDrive(BatchMethod):
 
     def settle(self) -> None:
         for row, layer, parts in self._pending:
-            session = self._sessions[row]
-            if session is None or row in self.failed:
-                continue
-            with self._contained(row):
-                session.offload(
-                    layer,
-                    np.asarray(parts.stored),
-                    int(self._n_chunks[row]),
-                    None if parts.groups is None else np.asarray(parts.groups),
-                    np.asarray(parts.importance),
-                    self._warmed(layer),
-                )
+            assert self._tiers is not None
+            self._tiers.offload(
+                row,
+                layer,
+                np.asarray(parts.stored),
+                int(self._n_chunks[row]),
+                None if parts.groups is None else np.asarray(parts.groups),
+                np.asarray(parts.importance),
+                self._warmed(layer),
+            )
         self._pending = []
 
     def finish_prefill(self) -> None:
         self.settle()
-        self._wait_for_store()
-        if isinstance(self._fetcher, DirectFetcher):
-            self._window[0] = self._fetcher.compile(
-                self._window[0], self._sessions, self._spec.selected
-            )
-        elif self._fetcher is not None:
-            self._window[0] = self._fetcher.compile(self._window[0])
+        if self._tiers is not None:
+            self._tiers.wait()
+            self._window[0] = self._tiers.compile(self._window[0])
 
     def _warmed(self, layer: int) -> list[int]:
         """[K] how many of a prompt's most important chunks the windows of a layer start with."""
@@ -283,22 +221,6 @@ class KVDrive(BatchMethod):
         assert layout is not None
         held: list[int] = np.where(layout.keeps[layer], layout.capacity[layer], 0).tolist()
         return held
-
-    @contextmanager
-    def _contained(self, row: int) -> Iterator[None]:
-        """A failure of the store inside is this session's alone."""
-        try:
-            yield
-        except PageError as error:
-            self.failed[row] = str(error)
-
-    def _wait_for_store(self) -> None:
-        for line in [] if self._store is None else self._store.notices():
-            print(line, file=sys.stderr)
-        for row, session in enumerate(self._sessions):
-            if session is not None and row not in self.failed:
-                with self._contained(row):
-                    session.wait()
 
     # Sessions on disk
 
@@ -316,13 +238,8 @@ class KVDrive(BatchMethod):
             rows = np.asarray(self._window[layer][row])
             pages = rows.reshape(kv_heads, -1, *rows.shape[1:])[:, :n]
         else:
-            session, geometry = self._sessions[row], page_geometry(self.tools)
-            assert session is not None
-            assert self._store is not None
-            pages = np.empty((kv_heads, n, *geometry.dram_shape), geometry.dram_dtype)
-            head, chunk = (ids.astype(np.int32).ravel() for ids in np.indices((kv_heads, n)))
-            flat = pages.reshape(-1, *geometry.dram_shape)
-            self._store.fetch(layer, [session], np.zeros_like(head), head, chunk, flat)
+            assert self._tiers is not None
+            pages = self._tiers.pages(row, layer, n)
             window = np.asarray(self._directory[layer].chunk_of_slot[row])
         near, index = self._near[layer], self._index[layer]
         return to_arrays(row, near, index, pages, self._kept[row, layer], window)
@@ -349,23 +266,22 @@ class KVDrive(BatchMethod):
             return
         pages = as_pages(made.stored, geometry.dram, geometry.page_shape, geometry.dtype)
         importance = self._warm(row, layer, pages, jnp.asarray(made.kept.importance))
-        with self._contained(row):
-            session = self._sessions[row]
-            assert session is not None
-            session.offload(
-                layer,
-                made.stored,
-                saved.chunks,
-                made.kept.groups,
-                np.asarray(importance),
-                self._warmed(layer),
-            )
+        assert self._tiers is not None
+        self._tiers.offload(
+            row,
+            layer,
+            made.stored,
+            saved.chunks,
+            made.kept.groups,
+            np.asarray(importance),
+            self._warmed(layer),
+        )
 
     # Decode
 
     def layers(self, hidden: jax.Array) -> jax.Array:
         rows, shape = self.rows, self.plan.shape
-        if isinstance(self._fetcher, DirectFetcher):
+        if self._tiers is not None and self._tiers.direct:
             hidden = committed(hidden)
         chunk = self._spec.chunk_size
         near_rows = rows.length - self._n_chunks * chunk
@@ -407,8 +323,8 @@ class KVDrive(BatchMethod):
                     self._tokens.append(token)
                     self._ranked.append(ranked)
         else:
-            assert self._store is not None
-            self._store.begin_step()
+            assert self._tiers is not None
+            self._tiers.begin_step()
             hidden = sequential(self, model.config.num_layers, hidden)
         self._append_tokens(self._step.near_row)
         if self._recorder is not None:
@@ -450,7 +366,7 @@ class KVDrive(BatchMethod):
             )
             self._tokens.append(selected.token)
             self._ranked.append(selected.ranked)
-            if isinstance(self._fetcher, DirectFetcher):
+            if self._tiers is not None and self._tiers.direct:
                 return selected  # the miss list stays on the device
             selected.missing.copy_to_host_async()
             if selected.likely is not None:
@@ -464,21 +380,9 @@ class KVDrive(BatchMethod):
         return selected
 
     def fetch(self, layer: int, selected: Selected) -> None:
-        fetcher, window, counts = self._fetcher, self._window[0], self.rows.counts
-        assert fetcher is not None
+        assert self._tiers is not None
         with self.tools.clock.measure("fetch"):
-            if isinstance(fetcher, DirectFetcher):
-                self._window[0], failure = fetcher.fetch(
-                    layer, self._sessions, selected.missing, window, counts
-                )
-            else:
-                self._window[0], failure = fetcher.fetch(
-                    layer, self._sessions, np.asarray(selected.missing), window, counts
-                )
-                if selected.likely is not None and self._store is not None:
-                    self._store.rank(layer, self._sessions, np.asarray(selected.likely))
-        if failure is not None:
-            self.failed[int(failure.session)] = str(failure)
+            self._window[0] = self._tiers.fetch(layer, selected, self._window[0], self.rows.counts)
 
     def compute(self, layer: int, hidden: jax.Array, selected: Selected) -> jax.Array:
         assert self._step is not None
@@ -513,13 +417,14 @@ class KVDrive(BatchMethod):
             if self.plan.resident:
                 self._window[layer] = grow_resident(self._window[layer], pages, new, before)
                 continue
+            assert self._tiers is not None
             host = np.asarray(pages)
-            for row, session in enumerate(self._sessions):
-                if session is not None and n_new[row] and row not in self.failed:
-                    with self._contained(row):
-                        session.append(layer, host[row], int(self._n_chunks[row]), int(n_new[row]))
-        with self.tools.clock.measure("stall"):
-            self._wait_for_store()
+            for row in np.flatnonzero(n_new).tolist():
+                count = int(n_new[row])
+                self._tiers.append(row, layer, host[row], int(self._n_chunks[row]), count)
+        if self._tiers is not None:
+            with self.tools.clock.measure("stall"):
+                self._tiers.wait()
         self._n_chunks += n_new
         for row, new_chunks in enumerate(n_new):
             self._flushes[row] += int(new_chunks > 0)
@@ -527,26 +432,17 @@ class KVDrive(BatchMethod):
     # The end
 
     def retire(self, row: int) -> None:
-        session = self._sessions[row]
-        if isinstance(self._fetcher, DirectFetcher):
-            self._fetcher.settle()
-        if session is not None:
-            self._pending = [item for item in self._pending if item[0] != row]
-            session.close()
-            self._sessions[row] = None
+        self._pending = [item for item in self._pending if item[0] != row]
+        if self._tiers is not None:
+            self._tiers.retire(row)
 
     def close(self) -> None:
         if self._recorder is not None:
             self._recorder.end()
         self._pending = []
-        for row in range(len(self._sessions)):
-            self.retire(row)
-        if self._fetcher is not None:
-            self._fetcher.close()
-            self._fetcher = None
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        if self._tiers is not None:
+            self._tiers.close()
+            self._tiers = None
         self._near, self._window, self._index, self._directory = [], [], [], []
         for name in self._reserved:
             self.tools.ledger.release("hbm", name)
