@@ -15,6 +15,13 @@ import pytest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # No test may reach for the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# On a CPU most of the time goes into compiling what runs for a moment. Subprocesses get this too.
+# Not where a GPU, or the compiler for one, may be: what is made for those is to be as users get it.
+_LEVEL = "--xla_backend_optimization_level"
+if importlib.util.find_spec("jax_plugins") is None and _LEVEL not in os.environ.get(
+    "XLA_FLAGS", ""
+):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_LEVEL}=0".strip()
 
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

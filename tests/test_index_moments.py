@@ -17,6 +17,20 @@ from kvdrive_jax.pallas.scoring.reference import bounded_logits, plane_norm
 NARROW = [bits for bits in BITS if bits != 16]
 
 
+# Each a program of its own: operation by operation, every shape would compile dozens.
+packed = jax.jit(pack, static_argnums=1)
+unpacked = jax.jit(unpack, static_argnums=(1, 2))
+product_of_words = jax.jit(packed_product, static_argnums=2, static_argnames="square")
+norm = jax.jit(plane_norm, static_argnums=2)
+ranges = jax.jit(PlaneSpec.ranges, static_argnums=0)
+quantise = jax.jit(PlaneSpec.quantise, static_argnums=0)
+restore = jax.jit(PlaneSpec.restore, static_argnums=0)
+product = jax.jit(PlaneSpec.product, static_argnums=0)
+build = jax.jit(MomentsForm.build, static_argnums=0)
+insert = jax.jit(MomentsForm.insert, static_argnums=0)
+score = jax.jit(MomentsForm.scores, static_argnums=(0, 4))
+
+
 def log_mean_exp(logits: np.ndarray) -> np.ndarray:
     top = logits.max(-1)
     return top + np.log(np.exp(logits - top[..., None]).mean(-1))
@@ -59,10 +73,9 @@ def test_a_needle_along_one_channel_is_scored_exactly(c: int, dim: int, rotary: 
     for chunk in range(12):
         keys[0, chunk, chunk % c, chunk % dim] += 64.0
     query = np.ones((1, 1, dim)) * dim**0.5
-    index = form.insert(
-        form.empty(1, 1, dim, 12, 12), 0, form.build(jnp.asarray(keys, jnp.float32), jnp.int32(12))
-    )
-    scores = form.scores(index, jnp.asarray(query, jnp.float32), jnp.array([12]), "mean")
+    piece = build(form, jnp.asarray(keys, jnp.float32), jnp.int32(12))
+    index = insert(form, form.empty(1, 1, dim, 12, 12), 0, piece)
+    scores = score(form, index, jnp.asarray(query, jnp.float32), jnp.array([12]), "mean")
     expected = log_mean_exp(keys[0].sum(-1))
     np.testing.assert_allclose(scores[0, 0], expected, rtol=0.02, atol=0.5)
 
@@ -97,12 +110,12 @@ def test_pairs_share_their_variance(dim: int, rotary: int) -> None:
 def test_packing_keeps_every_code(bits: int, channels: int) -> None:
     rng = np.random.default_rng(channels)
     codes = rng.integers(0, 2**bits, (2, channels, 5)).astype(np.uint32)
-    words = pack(jnp.asarray(codes), bits)
+    words = packed(jnp.asarray(codes), bits)
     assert words.shape == (2, word_count(channels, bits), 5)
-    np.testing.assert_array_equal(unpack(words, bits, channels), codes)
+    np.testing.assert_array_equal(unpacked(words, bits, channels), codes)
     weights = rng.standard_normal((1, 2, 3, channels)).astype(np.float32)
     for square in (False, True):
-        got = packed_product(jnp.asarray(weights), words[None], bits, square=square)
+        got = product_of_words(jnp.asarray(weights), words[None], bits, square=square)
         values = codes.astype(np.float64) ** (2 if square else 1)
         expected = np.einsum("bkgc,kcn->bkgn", weights.astype(np.float64), values)
         scale = np.einsum("bkgc,kcn->bkgn", np.abs(weights), values).max()
@@ -125,10 +138,10 @@ def test_round_trip_stays_inside_half_a_step(
     vectors = rng.standard_normal(shape) * np.exp(rng.standard_normal(shape[-1])) * 10.0**size
     vectors = vectors if signed else np.abs(vectors)
     spec = PlaneSpec(bits, signed)
-    scale, middle = spec.ranges(jnp.asarray(vectors, jnp.float32), jnp.int32(shape[1]))
+    scale, middle = ranges(spec, jnp.asarray(vectors, jnp.float32), jnp.int32(shape[1]))
     for x in (vectors, vectors * 10):
-        plane = spec.quantise(jnp.asarray(x, jnp.float32), scale, middle)
-        back = np.asarray(spec.restore(plane))
+        plane = quantise(spec, jnp.asarray(x, jnp.float32), scale, middle)
+        back = np.asarray(restore(spec, plane))
         stretch = np.asarray(plane.stretch, np.float64)[..., None]
         step = (2 if signed else 1) * np.asarray(scale)[:, None] * stretch / (2**bits - 1)
         assert np.all(np.abs(back - x) <= step * 0.501 + np.abs(x).max() * 1e-6)
@@ -144,28 +157,29 @@ def test_products_are_those_of_the_stored_vectors(bits: int) -> None:
     for signed in (True, False):
         spec = PlaneSpec(bits, signed)
         vectors = jnp.asarray(x if signed else np.abs(x), jnp.float32)
-        plane = spec.quantise(vectors, *spec.ranges(vectors, jnp.int32(33)))
+        plane = quantise(spec, vectors, *ranges(spec, vectors, jnp.int32(33)))
         batched = jax.tree.map(lambda array: array[None], plane)
-        stored = np.asarray(spec.restore(plane), np.float64)
+        stored = np.asarray(restore(spec, plane), np.float64)
         expected = np.einsum("bkgc,knc->bkgn", np.asarray(queries, np.float64), stored)
-        got = spec.product(batched, queries)
+        got = product(spec, batched, queries)
         np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
         if not signed:
             squares = np.einsum(
                 "bkgc,knc->bkgn", np.square(np.asarray(queries, np.float64)), stored**2
             )
-            norm = plane_norm(jnp.abs(queries), batched, spec.bits)
-            np.testing.assert_allclose(norm, np.sqrt(squares), rtol=1e-4, atol=1e-5)
+            got = norm(jnp.abs(queries), batched, spec.bits)
+            np.testing.assert_allclose(got, np.sqrt(squares), rtol=1e-4, atol=1e-5)
 
 
 def test_identical_vectors_and_none() -> None:
     for signed in (True, False):
         spec = PlaneSpec(4, signed)
         same = jnp.full((1, 6, 64), 3.0)
-        plane = spec.quantise(same, *spec.ranges(same, jnp.int32(6)))
-        np.testing.assert_allclose(spec.restore(plane), 3.0, rtol=0.01)
+        plane = quantise(spec, same, *ranges(spec, same, jnp.int32(6)))
+        np.testing.assert_allclose(restore(spec, plane), 3.0, rtol=0.01)
         none = jnp.zeros((1, 0, 64))
-        assert spec.quantise(none, *spec.ranges(none, jnp.int32(0))).codes.shape == (1, 8, 0)
+        plane = quantise(spec, none, *ranges(spec, none, jnp.int32(0)))
+        assert plane.codes.shape == (1, 8, 0)
 
 
 def test_bits_are_refused_with_the_choices() -> None:

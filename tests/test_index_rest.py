@@ -21,6 +21,14 @@ B, K, G, N, F, CHUNK, DIM = 2, 2, 3, 37, 9, 4, 24
 KINDS = [kind for kind in get_args(Estimate) if kind != "none"]
 
 
+# `how` is a static argument, so that a shape compiles once for all tests.
+build = jax.jit(Retrieval.build, static_argnums=0)
+insert = jax.jit(Retrieval.insert, static_argnums=0)
+append = jax.jit(Retrieval.append, static_argnums=0)
+rest_of = jax.jit(Retrieval.rest, static_argnums=0)
+estimated = jax.jit(estimate)
+
+
 def retrieval(index: str, kind: Any) -> Retrieval:
     return Retrieval(make_form(index), kind, ClusterForm())
 
@@ -37,14 +45,13 @@ def filled(how: Retrieval) -> tuple[LayerIndex, jax.Array, jax.Array, jax.Array]
     keys = keys + data(3, (B, K, room, 1, DIM))
     prompt, new = jnp.array([N, 11]), jnp.array([0, 7])
     index = how.empty(B, K, DIM, room, how.cluster_capacity(N, 1, F))
-    insert = jax.jit(how.insert)
     for row in range(B):
-        piece = jax.jit(how.build)(keys[row, :, :N], values[row, :, :N], prompt[row])
-        index = insert(index, row, piece)
+        piece = build(how, keys[row, :, :N], values[row, :, :N], prompt[row])
+        index = insert(how, index, row, piece)
     fresh = [
         jnp.stack([x[row, :, n : n + F] for row, n in enumerate((N, 11))]) for x in (keys, values)
     ]
-    index = jax.jit(how.append)(index, *fresh, new, prompt)
+    index = append(how, index, *fresh, new, prompt)
     return index, keys, values, prompt + new
 
 
@@ -64,13 +71,13 @@ def test_rest_is_the_estimate_from_true_means(index: str, kind: str) -> None:
     assert sum(x.nbytes for x in jax.tree.leaves(state)) == how.nbytes(*sizes)
     queries = data(5, (B, K * G, DIM))
     selected = jnp.broadcast_to(jnp.array([7, 0, 3, -1], jnp.int32), (B, K, 4))
-    found = jax.jit(how.rest)(state, queries, selected, n_chunks)
+    found = rest_of(how, state, queries, selected, n_chunks)
 
     mean_keys, mean_values = keys.mean(axis=3), values.mean(axis=3)
     groups = jnp.broadcast_to(jnp.arange(N + F), (B, K, N + F))
     counted = partial(unselected_counts, selected, groups, n_chunks, N + F, CHUNK)
     if kind == "chunks":
-        expected = estimate(queries, mean_keys, mean_values, counted())
+        expected = estimated(queries, mean_keys, mean_values, counted())
     else:
         clusters = state.ranking if state.keys is None else state.keys
         of = clusters.cluster_of_chunk
@@ -80,7 +87,7 @@ def test_rest_is_the_estimate_from_true_means(index: str, kind: str) -> None:
         np.testing.assert_array_equal(count, clusters.sizes)
         weights = one_hot / jnp.maximum(count, 1)[:, :, None]
         left = unselected_counts(selected, of, n_chunks, clusters.sizes.shape[-1], CHUNK)
-        expected = estimate(
+        expected = estimated(
             queries,
             jnp.einsum("bkng,bknd->bkgd", weights, mean_keys),
             jnp.einsum("bkng,bknd->bkgd", weights, mean_values),
@@ -108,7 +115,7 @@ def test_estimating_helps_and_nothing_left_changes_nothing(kind: str) -> None:
 
     exact = combine(near(N + F))
     few = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (B, K, 6))
-    rest = jax.jit(how.rest)(state, queries, few, n_chunks)
+    rest = rest_of(how, state, queries, few, n_chunks)
     assert rest is not None
     error = jnp.linalg.norm(combine(near(6), rest) - exact)
     assert error < 0.7 * jnp.linalg.norm(combine(near(6)) - exact)
@@ -116,7 +123,7 @@ def test_estimating_helps_and_nothing_left_changes_nothing(kind: str) -> None:
     everything = jnp.arange(N + F, dtype=jnp.int32)
     everything = jnp.where(everything < n_chunks[:, None, None], everything, -1)
     everything = jnp.broadcast_to(everything, (B, K, N + F))
-    nothing = jax.jit(how.rest)(state, queries, everything, n_chunks)
+    nothing = rest_of(how, state, queries, everything, n_chunks)
     assert nothing is not None
     np.testing.assert_array_equal(combine(near(N + F), nothing), exact)
 
@@ -127,9 +134,9 @@ def test_any_finite_keys_and_values_give_a_finite_rest(kind: str, size: float) -
     how = retrieval("moments", kind)
     keys = jnp.full((1, N, CHUNK, DIM), size).at[:, ::2].multiply(-1)
     index = how.empty(1, 1, DIM, N, how.cluster_capacity(N, 0, 0))
-    index = jax.jit(how.insert)(index, 0, jax.jit(how.build)(keys, keys, jnp.int32(N)))
+    index = insert(how, index, 0, build(how, keys, keys, jnp.int32(N)))
     queries = jnp.full((1, G, DIM), size)
     selected = jnp.array([[[3, -1]]], jnp.int32)
-    rest = jax.jit(how.rest)(index, queries, selected, jnp.array([N]))
+    rest = rest_of(how, index, queries, selected, jnp.array([N]))
     assert rest is not None
     assert all(bool(jnp.isfinite(x).all()) for x in (rest.l, rest.m, combine(rest)))

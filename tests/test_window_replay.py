@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,9 +58,13 @@ def record(window: WindowConfig, **config: Any) -> tuple[list[Trace], Any, list[
     return recorder.take(), plan, fetched, done
 
 
+# Runs that several tests look at, and none changes.
+recorded = functools.cache(record)
+
+
 @pytest.fixture(scope="module")
 def profile_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    traces, *_ = record(WindowConfig(multiple=2))
+    traces, *_ = recorded(WindowConfig(multiple=2))
     profile = profile_of(traces[0], "smoothed")
     # So that windows of no size, of one and of several occur.
     hits = np.array(profile.hits)
@@ -96,7 +101,7 @@ def test_replay_equals_the_engine(eviction: Any) -> None:
 
 
 def test_windows_by_layer_and_head_change_no_token(profile_file: str) -> None:
-    uniform, _, _, wanted = record(WindowConfig(multiple=2))
+    uniform, _, _, wanted = recorded(WindowConfig(multiple=2))
     window = WindowConfig(multiple=2, profile=profile_file)
     traces, plan, fetched, made = record(window)
     slots = np.array(plan.layout.slots)
@@ -110,7 +115,7 @@ def test_windows_by_layer_and_head_change_no_token(profile_file: str) -> None:
 
 def test_tracing_is_the_same_with_everything_in_hbm() -> None:
     tiered, _, _, wanted = record(WindowConfig(multiple=1))
-    resident, plan, fetched, made = record(WindowConfig())
+    resident, plan, fetched, made = recorded(WindowConfig())
     assert plan.resident
     assert not fetched
     assert made == wanted
@@ -121,7 +126,7 @@ def test_tracing_is_the_same_with_everything_in_hbm() -> None:
 
 
 def test_attending_to_the_whole_window_is_full_attention_where_it_holds_everything() -> None:
-    _, _, _, wanted = record(WindowConfig(), method="kvdrive")
+    _, _, _, wanted = recorded(WindowConfig())
     *_, resident = record(WindowConfig(attend="resident"))
     with Engine(MODEL, TOKENIZER, KVDriveConfig(method="full")) as engine:
         full = {
