@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PROBE_BYTES = 4096
@@ -59,7 +59,13 @@ class SsdDirectory:
 
     def check_free(self, nbytes: int, promised: int) -> None:
         """Raise ValueError unless the file system has ``nbytes`` free beside the ``promised``."""
-        stat = os.statvfs(self.path)
+        try:
+            stat = os.statvfs(self.path)
+        except OSError as error:
+            raise ValueError(
+                f"ssd_dir {self.parent!r} has lost {self.path.name} ({error.strerror}): nothing "
+                "more can be stored there"
+            ) from error
         free = stat.f_bavail * stat.f_frsize
         if nbytes + promised > free:
             raise ValueError(
@@ -117,10 +123,21 @@ def _remove_orphans(parent: Path) -> int:
         try:
             if _lock(handle, wait=False):
                 freed += sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                shutil.rmtree(path, ignore_errors=True)
+                _remove_all(path)
         finally:
             os.close(handle)
     return freed
+
+
+def _remove_all(path: Path) -> None:
+    # The lock goes last: without it nobody would remove what a killed process leaves of the rest.
+    with suppress(OSError):
+        for entry in list(os.scandir(path)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name != LOCK:
+                os.unlink(entry.path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _probe(path: Path) -> None:
@@ -137,5 +154,5 @@ def _probe(path: Path) -> None:
 def _remove_tree(path: Path, lock: int, owner: int) -> None:
     # A forked child inherits the finalizer, but not the files.
     if os.getpid() == owner:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove_all(path)
     os.close(lock)

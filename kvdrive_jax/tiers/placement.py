@@ -165,7 +165,9 @@ def plan_session(
         rows = min((share - map_bytes) // row_bytes, INT32_LIMIT - 1) // pairs
         if tiers.sync in WITHOUT_DRAM:
             cached, rows = False, 0
-        most = min(READ_BYTES, share // READ_SHARE) // layout.extent_bytes
+        # Of what is used, not of the share: that much as a share gives the same plan.
+        used = map_bytes + pairs * rows * row_bytes
+        most = min(READ_BYTES, used // READ_SHARE) // layout.extent_bytes
         at_once = max(1, min(READ_EXTENTS, most))
         read_bytes = layout.extent_bytes * min(at_once, geometry.kv_heads * layout.extents)
     return SessionPlan(

@@ -164,17 +164,24 @@ class PageReader:
             self._read(layer, index // self._capacity, index, stored, arrived)
         except PageError as error:
             failed(error)
-            return
-        self._traffic.add_pages("ahead", len(key))
+        except Exception as error:
+            failure = PageError(
+                f"cannot be read ahead: {type(error).__name__}: {error}",
+                session=self._name,
+                layer=layer,
+            )
+            failure.__cause__ = error
+            failed(failure)
+        else:
+            self._traffic.add_pages("ahead", len(key))
 
     def _await_ahead(self, layer: int) -> None:
         """What is read ahead is likely what is asked for now: better waited for than read twice.
         What has not begun is given up."""
         ahead = self._ahead[layer]
-        if ahead is not None:
-            if not ahead.cancel():
-                futures.wait([ahead])
-            self._ahead[layer] = None
+        # It stays there: another thread may have put the next in its place.
+        if ahead is not None and not ahead.cancel():
+            futures.wait([ahead])
 
     def settle(self) -> None:
         """Until nothing is being read ahead."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures as futures
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdrive_jax.config import TierConfig
-from kvdrive_jax.telemetry import Ledger, Traffic
+from kvdrive_jax.telemetry import Ledger, Tier, Traffic
 from kvdrive_jax.tiers.cache import DramCache
 from kvdrive_jax.tiers.directory import SsdDirectory
 from kvdrive_jax.tiers.dram import DramSlabs, SlabAllocator
@@ -58,6 +59,13 @@ class Shared:
     allocate: SlabAllocator | None = None
 
 
+ACCOUNTS: tuple[tuple[Tier, str], ...] = (
+    ("dram", "page slabs"),
+    ("dram", "maps"),
+    ("ssd", "extents"),
+)
+
+
 class SessionPages:
     """The pages of one session; made by ``PageStore.open``.
 
@@ -81,8 +89,9 @@ class SessionPages:
         self._lock = threading.Lock()
         self._outstanding = 0
         self._written = 0
-        self._closed = False
+        self._closed = self._released = False
         self._segments: SsdSegments | None = None
+        self._dropped: SsdSegments | None = None
         self._positions: list[Ids] = []
         ledger.reserve("dram", f"{self._account}: page slabs", plan.slab_bytes)
         try:
@@ -175,9 +184,8 @@ class SessionPages:
         PageError when the session failed.
         """
         self._check_usable()
+        self._check_layer(layer)
         self._shared.geometry.check("pages", pages)
-        if not 0 <= layer < len(self._count):
-            raise ValueError(f"layer must be in 0..{len(self._count) - 1}, got {layer}")
         if self._offloaded[layer] or self._count[layer]:
             raise ValueError(f"layer {layer} of session {self.name!r} was offloaded already")
         layout = self.plan.layout
@@ -230,6 +238,7 @@ class SessionPages:
         the session failed.
         """
         self._check_usable()
+        self._check_layer(layer)
         self._shared.geometry.check("pages", pages)
         if not 0 <= n_new <= pages.shape[1]:
             raise ValueError(f"n_new must be in 0..{pages.shape[1]}, got {n_new}")
@@ -260,8 +269,8 @@ class SessionPages:
             for head in range(self._heads):
                 key = self._dram.key(layer, head, chunk)
                 self._dram.install(key, page_rows(pages[head, :n_new], page_bytes))
-        self._count[layer] = first_chunk + n_new
         if layout is None or segments is None:
+            self._count[layer] = first_chunk + n_new
             return
         by_head = self._positions[layer].reshape(self._heads, self._capacity)
         for start in range(0, n_new, step):
@@ -275,6 +284,8 @@ class SessionPages:
             self._submit(
                 layer, None, self._heads * count * page_bytes, self._store_piece, piece, part
             )
+        # Last: who sees it finds what is pending.
+        self._count[layer] = first_chunk + n_new
 
     def wait(self) -> None:
         """Until everything handed in is stored; raises the PageError of what could not be."""
@@ -285,23 +296,27 @@ class SessionPages:
     def close(self) -> None:
         """Wait for submitted fetches, give up what is not stored yet, release every reservation,
         delete the files; idempotent."""
-        if self._closed:
+        if self._released:
             return
         futures.wait(list(self._fetches))
         self._closed = True
-        self._reader.settle()
+        if "_reader" in self.__dict__:  # else an earlier close was interrupted
+            self._reader.settle()
         futures.wait([job for jobs in self._pending for job in jobs])
         self._release()
         self._shared.closed(self)
+        self._released = True
 
     def gather(self, layer: int, head: Ids, chunk: Ids, target: Bytes) -> FetchCount:
         """Pages of ``head`` [M], ``chunk`` [M] into ``target`` [M, page_bytes]; see
         ``PageStore.fetch``."""
+        self._check_layer(layer)
+        # First: what is appended from here on may not be written when it is read.
+        heads, count = self._heads, self._count[layer]
         if self._pending[layer]:
             self._settle(layer)
         if self.failure is not None or self._closed:
             self._check_usable()
-        heads, count = self._heads, self._count[layer]
         # Negative ids are large as unsigned ones.
         if int(head.view(np.uint32).max()) >= heads or int(chunk.view(np.uint32).max()) >= count:
             raise ValueError(
@@ -321,9 +336,10 @@ class SessionPages:
         them longest, and what is on SSD alone is read ahead."""
         if self.failure is not None or self._closed or not isinstance(self._dram, DramCache):
             return
+        self._check_layer(layer)
         head, at = np.nonzero(ids >= 0)
         chunk = ids[head, at]
-        if not len(chunk) or self._pending[layer]:
+        if not len(chunk) or not all(job.done() for job in list(self._pending[layer])):
             return
         stored = self._count[layer]
         if int(chunk.max()) >= stored:
@@ -394,20 +410,22 @@ class SessionPages:
             chunks = resident_chunks(ranked, dram.rows_per_pair, skipped)
             worth = 1 - (np.arange(len(chunks)) + 1) / (n_chunks + 1)
             dram.put(dram.key(layer, head, chunks), rows, chunks, worth)
-        if self._segments is not None:
+        segments = self._segments  # another worker may drop it
+        if segments is not None:
             order = cluster_order(clusters, n_chunks)
             start = head * self._capacity
             self._positions[layer][start : start + n_chunks][order] = np.arange(
                 n_chunks, dtype=np.int32
             )
             with self._shared.transit.writes.borrow() as scratch:
-                written = self._segments.write_prompt(layer, head, rows, order, scratch)
+                written = segments.write_prompt(layer, head, rows, order, scratch)
             self._count_written(written)
 
     def _store_piece(self, layer: int, head: int | None, piece: int, pages: Array) -> None:
-        if self._segments is not None:
+        segments = self._segments  # another worker may drop it
+        if segments is not None:
             with self._shared.transit.writes.borrow() as scratch:
-                written = self._segments.write_piece(layer, piece, pages, scratch)
+                written = segments.write_piece(layer, piece, pages, scratch)
             self._count_written(written)
 
     def _count_written(self, nbytes: int) -> None:
@@ -420,7 +438,7 @@ class SessionPages:
         if self.plan.rows < self._capacity or error.path is None:
             self._fail(error)
             return
-        if self._remove_files():
+        if self._drop_ssd():
             self._shared.notice(f"{error}; its pages are all in DRAM, it goes on without SSD")
 
     def _fail(self, error: PageError) -> None:
@@ -428,20 +446,28 @@ class SessionPages:
             if self.failure is not None:
                 return
             self.failure = error
+            idle = self._outstanding == 0  # else the last to finish does it
         self._shared.failed(error)
+        if idle:
+            self._remove_files()
 
     def _finish(self, nbytes: int) -> None:
         self._shared.transit.leave(nbytes)
         with self._lock:
             self._outstanding -= 1
             last = self._outstanding == 0
-        if last and self.failure is not None:
+            gone = self.failure is not None or self._dropped is not None
+        if last and gone:
             self._remove_files()
 
     def _settle(self, layer: int) -> None:
         futures.wait(list(self._pending[layer]))
         with self._lock:
             self._pending[layer] = [job for job in self._pending[layer] if not job.done()]
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < len(self._count):
+            raise ValueError(f"layer must be in 0..{len(self._count) - 1}, got {layer}")
 
     def _check_usable(self) -> None:
         if self.failure is not None:
@@ -456,16 +482,22 @@ class SessionPages:
         if self._closed:
             raise RuntimeError(f"session {self.name!r} is closed")
 
-    def _remove_files(self) -> bool:
-        """Whether there were any."""
+    def _drop_ssd(self) -> bool:
+        """From now on nothing is on SSD; whether something was. Files are removed when nobody
+        writes any more: a write under way would make them again."""
         with self._lock:
             segments, self._segments = self._segments, None
+            self._dropped = self._dropped or segments
         self._reader.drop_ssd()
-        if segments is None:
-            return False
-        segments.remove()
-        self._shared.ledger.release("ssd", f"{self._account}: extents")
-        return True
+        return segments is not None
+
+    def _remove_files(self) -> None:
+        self._drop_ssd()
+        with self._lock:
+            segments, self._dropped = self._dropped, None
+        if segments is not None:
+            segments.remove()
+            self._shared.ledger.release("ssd", f"{self._account}: extents")
 
     def _release(self) -> None:
         """Give back whatever is held; what the constructor did not reach is not."""
@@ -473,10 +505,9 @@ class SessionPages:
         if self._segments is not None:
             self._segments.remove()
             self._segments = None
-        for tier in ("dram", "ssd"):
-            for account in ledger.accounts(tier):
-                if account.startswith(f"{self._account}: "):
-                    ledger.release(tier, account)
+        for tier, what in ACCOUNTS:
+            with suppress(KeyError):
+                ledger.release(tier, f"{self._account}: {what}")
         self._positions = []
         for name in ("_dram", "_reader"):
             self.__dict__.pop(name, None)

@@ -279,7 +279,9 @@ class PageStore:
 
     def notices(self) -> list[str]:
         """What the user should be told since the last call."""
-        told, self._notices[:] = list(self._notices), []
+        told = []
+        while self._notices:  # workers add to it
+            told.append(self._notices.pop(0))
         return told
 
     def _read_ahead(self, job: Any, *args: Any) -> futures.Future[None] | None:
@@ -288,13 +290,23 @@ class PageStore:
             if self._reading_ahead >= 2 * self._workers or self._closed:
                 return None
             self._reading_ahead += 1
-        future = self._fetchers.submit(job, *args)
-        future.add_done_callback(self._ahead_is_read)
+        future: futures.Future[None] = futures.Future()
+        self._fetchers.submit(self._run_ahead, future, job, *args)
         return future
 
-    def _ahead_is_read(self, future: futures.Future[None]) -> None:
-        with self._lock:
-            self._reading_ahead -= 1
+    def _run_ahead(self, future: futures.Future[None], job: Any, *args: Any) -> None:
+        # What was given up counts until a worker has come to it: it is kept in the queue till then.
+        try:
+            if future.set_running_or_notify_cancel():
+                try:
+                    job(*args)
+                except BaseException as error:
+                    future.set_exception(error)
+                    raise
+                future.set_result(None)
+        finally:
+            with self._lock:
+                self._reading_ahead -= 1
 
     def poll(self) -> None:
         """Raise the oldest worker error that nobody has seen yet."""
