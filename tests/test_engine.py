@@ -158,19 +158,19 @@ def test_flush_on_and_off_the_boundary(flush_tokens: int) -> None:
     assert tokens(sparse) == full_tokens(2)
 
 
-def test_two_thousand_tokens_stay_correct(tmp_path: Path) -> None:
-    """Eight flushes: first with every chunk selected, then through a small window and the SSD."""
-    prompt = [random_prompt(150)]
-    full, _ = generate(prompt, 2000, method="full")
-    sparse, _ = generate(prompt, 2000, retrieval=RetrievalConfig(budget=4096))
+def test_nine_flushes_stay_correct(tmp_path: Path) -> None:
+    """First with every chunk selected, then through a small window and the SSD."""
+    prompt, new = [random_prompt(150)], 600
+    full, _ = generate(prompt, new, method="full")
+    sparse, _ = generate(prompt, new, retrieval=replace(SPARSE, budget=4096))
     assert tokens(full) == tokens(sparse)
-    resident, _ = generate(prompt, 2000, retrieval=RetrievalConfig(budget=64))
+    resident, _ = generate(prompt, new, retrieval=SPARSE)
     tiered, stats = generate(
         prompt,
-        2000,
-        retrieval=RetrievalConfig(budget=64),
+        new,
+        retrieval=SPARSE,
         window=WindowConfig(multiple=2),
-        tiers=TierConfig(ssd_dir=str(tmp_path), dram_budget=1_700_000, extent_bytes=4096),
+        tiers=TierConfig(ssd_dir=str(tmp_path), dram_budget=400_000, sync="blockwise"),
     )
     assert tokens(resident) == tokens(tiered)
     assert stats["bytes"]["ssd_to_dram"] > 0
