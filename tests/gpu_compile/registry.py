@@ -87,9 +87,9 @@ def select_scratch(shape: Shape) -> float:
 
 
 def fetched_bytes(shape: Shape) -> float:
-    """The pages of the largest transfer."""
+    """The pages of the largest transfer, and the scales of their values."""
     selected = shape.batch * shape.config.num_kv_heads * shape.plan.shape.selected
-    return selected * page_bytes(shape)
+    return selected * (page_bytes(shape) + 8 * shape.spec.chunk_size)
 
 
 def compute_scratch(shape: Shape) -> float:
