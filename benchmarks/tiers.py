@@ -252,6 +252,8 @@ def fig5(options: argparse.Namespace) -> tuple[dict[str, Any], Shown]:
     for batch in (1, 2, 3, 4, 6, 8):
         prompts = [whole[i % len(whole)] for i in range(batch)]
         row: dict[str, Any] = {"batch": batch}
+        how = tier_engine.config(budget=128, window=1.0, batch=8, ssd_dir="made")
+        tier_engine.run(model, tokenizer, how, prompts, 3)  # compiles
         for name, tiers in ways.items():
             how = tier_engine.config(
                 budget=128,

@@ -79,6 +79,7 @@ def run_batch(
     ledger = tools.ledger
     held: list[str] = []
     method: BatchMethod | None = None
+    batch: _Batch | None = None
     try:
         for name in SCRATCH:
             ledger.reserve("hbm", name, plan.bytes_of("hbm", name))
@@ -88,7 +89,9 @@ def run_batch(
         batch = _Batch(tools, sessions, plan, rows, method, report, quiet, save_to)
         logits = batch.prefill()
         yield from batch.decode(logits, sampling)
-    except (KeyboardInterrupt, GeneratorExit):
+    except (KeyboardInterrupt, GeneratorExit) as error:
+        if batch is not None and isinstance(error, GeneratorExit):
+            batch.cancel()  # between two steps; an interrupt may come within one
         for session in sessions:
             session.finish("cancelled")
         raise
@@ -294,6 +297,12 @@ class _Batch:
         text = session.finish(reason, error)
         self._retire(row)
         return session.event(text)
+
+    def cancel(self) -> None:
+        """End what has not ended; a session that was to be saved is."""
+        for row in self._active():
+            self.sessions[row].finish("cancelled")
+            self._retire(row)
 
     def _retire(self, row: int) -> None:
         self.rows.active[row] = False

@@ -342,6 +342,19 @@ def check_outputs(generate: GenerateConfig) -> None:
             raise ValueError(f"{flag}: the directory {folder} does not exist")
         if not os.access(path if os.path.exists(path) else folder, os.W_OK):
             raise ValueError(f"{flag}: {path} is not writable")
+    for name in ("save_session", "load_session"):
+        path = getattr(generate, name)
+        if path is None:
+            continue
+        from kvdrive_jax.tiers.archive import ArchiveWriter, open_archive
+
+        try:  # before a model is loaded: by beginning to save, and by the record of what is there
+            if name == "save_session":
+                ArchiveWriter(path, {}).close()
+            else:
+                open_archive(path)
+        except ValueError as error:
+            raise ValueError(f"{_flags([name])}: {error}") from error
     source, target = generate.input_jsonl, generate.output_jsonl
     both = source and target and os.path.exists(source) and os.path.exists(target)
     if both and os.path.samefile(source or "", target or ""):

@@ -274,7 +274,7 @@ class TierConfig:
     dram_budget: int | None = _option(None, "host memory for KV and staging", parse=parse_size)
     ssd_budget: int | None = _option(None, "bytes on disk for KV (needs ssd_dir)", parse=parse_size)
     ssd_dir: str | None = _option(None, "directory of the SSD tier; without it there is none")
-    extent_bytes: int = _option(4096, "unit of SSD reads", parse=parse_size)
+    extent_bytes: int = _option(4096, "unit of SSD reads, in whole pages", parse=parse_size)
     fetch: FetchName = _option(
         "auto",
         "how pages come from DRAM: staged (gathered by the host), direct (by the GPU, from pinned "

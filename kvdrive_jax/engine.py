@@ -230,22 +230,24 @@ class Engine:
         chat: bool | None = None,
         system: str | None = None,
         recorder: TraceRecorder | None = None,
-        session: SavedSession | None = None,
+        session: SavedSession | str | os.PathLike[str] | None = None,
         save_session: str | os.PathLike[str] | None = None,
     ) -> Generator[StreamEvent, None, None]:
         """Text as it is made, one event after another; the last of a session has its Generation.
 
         recorder: gets what every step ranks, see ``kvdrive_jax.window.trace``.
-        session: a saved one to go on with, of a single prompt: without a prompt where it ended; a
-        prompt that begins with the same tokens is prefilled from the first whole block of prefill
-        in which it differs on.
-        save_session: the directory to save the session in when it ends; one that is there is
-        replaced when the new one is complete.
+        session: a saved one, or where it is, to go on with, of a single prompt: without a prompt
+        where it ended; a prompt that begins with the same tokens is prefilled from the first whole
+        block of prefill in which it differs on.
+        save_session: the directory to save the session in when it ends, also when the iterator is
+        closed early; one that is there is replaced when the new one is complete.
 
         Everything that can be refused is refused here, before any work: ValueError for an empty
         prompt, a bad option, a prompt that is too long, or a plan that does not fit. Closing the
         iterator cancels what is under way and gives everything back.
         """
+        if isinstance(session, str | os.PathLike):
+            session = self.load_session(session)
         if prompts is None:
             if session is None:
                 raise ValueError("prompts must be given, unless a saved session goes on")
@@ -344,10 +346,11 @@ class Engine:
         if tuple(prompt) == saved.all_tokens:
             return Resume(saved=saved, whole=True, tokens=len(saved.tokens))
         shared = min(saved.shared_with(prompt), len(prompt) - 1)
-        if not shared:
+        if shared < BLOCK_Q:
             raise ValueError(
-                f"the prompt does not begin as the session in {saved.archive.path} does: give "
-                "none to go on with it, or one that begins with the same text"
+                f"the prompt does not begin as the session in {saved.archive.path} does: it shares "
+                f"{shared} tokens, and blocks of {BLOCK_Q} are reused; give none to go on with it, "
+                "or one that begins with the same text"
             )
         return Resume(saved=saved, whole=False, tokens=shared // BLOCK_Q * BLOCK_Q)
 

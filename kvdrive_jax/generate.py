@@ -210,12 +210,19 @@ class Run:
                     break
         if last and not last.endswith("\n"):
             self._write(output, "\n")
+        if session is not None:
+            entry = engine.stats()["sessions"][0]
+            reused, total = entry["reused_tokens"], entry["prompt_tokens"]
+            self.say(f"session: reused {reused:,} of {total:,} tokens")
         if generation is not None and generation.error is not None:
             self.failed = True
             complain(generation.error)
-        elif generation is not None and generate.save_session is not None:
-            size = format_size(generation.stats["saved_bytes"])
-            self.say(f"session: {size} saved in {generate.save_session}")
+        if generate.save_session is not None:
+            saved = engine.stats()["sessions"][0]["saved_bytes"]
+            if saved is None:
+                complain(f"the session is not saved in {generate.save_session}")
+            else:
+                self.say(f"session: {format_size(saved)} saved in {generate.save_session}")
 
     def _answer_all(self, engine: Engine, output: TextIO) -> None:
         """Answer the lines of --input-jsonl; each result is written when its session ends."""

@@ -91,11 +91,13 @@ def test_a_prompt_that_begins_the_same_is_prefilled_from_there(kind: str, tmp_pa
     long = [*PROMPT, *random_prompt(500, seed=2)]
     how = config(kind, tmp_path)
     run(how, PROMPT, 0, save_session=path)
-    for prompt, reused in ((long, 512), (PROMPT[:600], 512), ([*PROMPT[:300], 7, 8], 0)):
+    for prompt, reused in ((long, 512), (PROMPT[:600], 512)):
         expected, _ = run(how, prompt, 40)
         got, stats = run(how, prompt, 40, load=path)
         assert got.token_ids == expected.token_ids
         assert stats["sessions"][0]["reused_tokens"] == reused
+    with pytest.raises(ValueError, match="it shares 300 tokens, and blocks of 512 are reused"):
+        run(how, [*PROMPT[:300], *PROMPT[301:]], 5, load=path)
     with pytest.raises(ValueError, match="does not begin as the session"):
         run(how, [(PROMPT[0] + 1) % VOCABULARY, *PROMPT[1:]], 5, load=path)
 
@@ -128,7 +130,7 @@ def test_what_cannot_be_opened_is_refused_by_name(tmp_path: Path) -> None:
     ):
         engine.load_session(path)
     with Engine(MODEL, TOKENIZER, how) as engine:
-        with pytest.raises(ValueError, match="there is no manifest"):
+        with pytest.raises(ValueError, match=r"has no manifest.json"):
             engine.load_session(tmp_path)
         session = engine.load_session(path)
         with pytest.raises(ValueError, match="one session"):
@@ -161,3 +163,24 @@ def test_what_cannot_be_saved_loses_no_answer(tmp_path: Path) -> None:
     assert stats["sessions"][0]["saved_bytes"] is None
     again, _ = run(how, None, 3, load=path)  # what was there before is whole
     assert len(again.token_ids) == 3
+
+
+def test_a_stream_that_is_closed_early_is_saved_too(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    how = config("resident", tmp_path)
+    whole, _ = run(how, PROMPT[:200], 12)
+    with Engine(MODEL, TOKENIZER, how) as engine:
+        stream = engine.stream_ids(
+            [PROMPT[:200]], max_new_tokens=50, ignore_eos=True, save_session=path
+        )
+        for _ in range(5):
+            next(stream)
+        stream.close()
+        [entry] = engine.stats()["sessions"]
+    assert entry["finish_reason"] == "cancelled"
+    assert entry["saved_bytes"] > 0
+    with Engine(MODEL, TOKENIZER, how) as engine:
+        got = engine.generate(
+            session=path, max_new_tokens=12 - entry["new_tokens"], ignore_eos=True
+        )
+    assert got.token_ids == whole.token_ids[entry["new_tokens"] :]

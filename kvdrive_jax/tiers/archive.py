@@ -255,7 +255,8 @@ def open_archive(path: str | os.PathLike[str]) -> Archive:
                 if content == before:
                     raise
     except FileNotFoundError:
-        raise ValueError(f"archive {path}: there is no {MANIFEST}, so it is none") from None
+        what = f"has no {MANIFEST}, so it is none" if path.exists() else "does not exist"
+        raise ValueError(f"archive {path} {what}") from None
     except OSError as error:
         raise ValueError(
             f"archive {path} cannot be read now ({error.strerror or error})"

@@ -61,10 +61,11 @@ class ExtentLayout:
         """Layout for up to ``chunk_capacity`` chunks, ``prompt_chunks`` of them from the prompt
         (None: not known, any share), the others appended ``piece_chunks`` at a time.
 
-        Extents are rounded down to whole pages, at least one. Raises ValueError when positions
+        Extents are rounded down to whole pages, at least one, and hold no more than there can be.
+        Raises ValueError when positions
         would not fit int32.
         """
-        per_extent = max(1, extent_bytes // page_bytes)
+        per_extent = max(1, min(extent_bytes // page_bytes, chunk_capacity))
         prompt = chunk_capacity if prompt_chunks is None else prompt_chunks
         appended = chunk_capacity if prompt_chunks is None else chunk_capacity - prompt_chunks
         prompt_extents = max(1, ceil_div(prompt, per_extent))
