@@ -33,7 +33,8 @@ def fig12(result: dict[str, Any], path: Path) -> None:
     from matplotlib.colors import ListedColormap
 
     colours = ListedColormap(["#dfe6ee", "#f2a33a", "#b3202c"])
-    axis.imshow(np.array(result["places"]), aspect="auto", cmap=colours, interpolation="nearest")
+    places = np.array([[int(place) for place in row] for row in result["places"]])
+    axis.imshow(places, aspect="auto", cmap=colours, interpolation="nearest")
     axis.set_xlabel("chunk of the prompt")
     axis.set_ylabel("layer and kv head")
     count = result["chunks"]

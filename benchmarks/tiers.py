@@ -290,7 +290,8 @@ def fig12(options: argparse.Namespace) -> tuple[dict[str, Any], Shown]:
     total = sum(count.values())
     shown = [["only on SSD", "DRAM", "HBM"]]
     shown.append([f"{100 * count[name] / total:.1f} %" for name in ("ssd", "dram", "hbm")])
-    return {"chunks": count, "places": held.tolist()}, shown
+    rows = ["".join(map(str, row)) for row in held.tolist()]
+    return {"chunks": count, "places": rows}, shown
 
 
 PRECISIONS = {

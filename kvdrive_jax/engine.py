@@ -174,8 +174,14 @@ class Engine:
             f"hbm {format_size(self.budgets.hbm)}",
             f"dram {format_size(self.budgets.dram)}",
         ]
+        tiers = config.tiers
         if self.budgets.ssd:
-            parts.append(f"ssd {format_size(self.budgets.ssd)} in {config.tiers.ssd_dir}")
+            parts += [
+                f"ssd {format_size(self.budgets.ssd)} in {tiers.ssd_dir}",
+                f"sync {tiers.sync} prefetch x{tiers.prefetch:g}",
+            ]
+        if tiers.dram_dtype != "model" or tiers.ssd_precision != "model":
+            parts.append(f"pages {tiers.dram_dtype} in DRAM, {tiers.ssd_precision} on SSD")
         return ", ".join([*parts, f"on {compat.device_name()}"])
 
     def stats(self) -> dict[str, Any]:
