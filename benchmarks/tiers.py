@@ -140,7 +140,6 @@ def fig21a(options: argparse.Namespace) -> tuple[dict[str, Any], Shown]:
         "dram_bytes": 2 << 30,
         "extent_bytes": options.extent_bytes,
         "cold": options.cold,
-        "ssd_link": repr(options.ssd_link),
         "rows": rows,
     }
     return figures, shown
@@ -202,8 +201,7 @@ def fig21b(options: argparse.Namespace) -> tuple[dict[str, Any], Shown]:
                 f"{row['dram_peak_bytes'] / MIB:.0f}",
             ]
         )
-    links = {"ssd": repr(options.ssd_link), "pcie": repr(options.pcie_link)}
-    return {"tokens": len(prompt), "steps": steps, "links": links, "rows": rows}, shown
+    return {"tokens": len(prompt), "steps": steps, "rows": rows}, shown
 
 
 def warm(options: argparse.Namespace) -> tuple[dict[str, Any], Shown]:
@@ -451,7 +449,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = options.output / f"tiers_{name}{suffix}.json"
         result = {
             "environment": environment(dtype="float32"),
-            "command": " ".join(["python -m benchmarks.tiers", *(argv or sys.argv[1:])]),
+            "command": f"python -m benchmarks.tiers {name}{' --cold' if options.cold else ''}",
+            "ssd_link": repr(options.ssd_link),
+            "pcie_link": repr(options.pcie_link),
             "seconds": time.perf_counter() - start,
             **figures,
         }

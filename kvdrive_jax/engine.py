@@ -254,22 +254,14 @@ class Engine:
         """
         if isinstance(session, str | os.PathLike):
             session = self.load_session(session)
+        if prompts is None and session is None:
+            raise ValueError("prompts must be given, unless a saved session goes on")
         if prompts is None:
-            if session is None:
-                raise ValueError("prompts must be given, unless a saved session goes on")
+            assert session is not None
             encoded = [list(session.all_tokens)]
-            return self.stream_ids(
-                encoded,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                stop=stop,
-                ignore_eos=ignore_eos,
-                recorder=recorder,
-                session=session,
-                save_session=save_session,
-            )
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        encoded = [self.encode(text, chat=chat, system=system) for text in texts]
+        else:
+            texts = [prompts] if isinstance(prompts, str) else list(prompts)
+            encoded = [self.encode(text, chat=chat, system=system) for text in texts]
         return self.stream_ids(
             encoded,
             max_new_tokens=max_new_tokens,

@@ -52,6 +52,7 @@ def test_each_wanted_page_is_found_and_each_extent_is_read_once(data: st.DataObj
     piece = data.draw(st.integers(1, 20))
     heads_count = data.draw(st.integers(1, 5))
     layout = layout_for(prompt + appended, prompt, piece, per_extent)
+    per_extent = layout.pages_per_extent  # no more than there are pages
     stored = list(range(prompt))
     for index in range(layout.pieces):
         start = layout.piece_extent(index) * per_extent
@@ -77,6 +78,7 @@ def test_a_layout_has_room_for_the_prompt_and_every_flush(
     prompt: int, appended: int, piece: int, per_extent: int
 ) -> None:
     layout = layout_for(prompt + appended, prompt, piece, per_extent)
+    per_extent = layout.pages_per_extent
     assert layout.prompt_extents * per_extent >= prompt
     assert layout.pieces * piece >= appended
     assert layout.piece_extents * per_extent >= piece

@@ -6,57 +6,29 @@ import concurrent.futures as futures
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdrive_jax.config import TierConfig
-from kvdrive_jax.telemetry import Ledger, Tier, Traffic
+from kvdrive_jax.telemetry import Tier
 from kvdrive_jax.tiers.cache import DramCache
-from kvdrive_jax.tiers.directory import SsdDirectory
-from kvdrive_jax.tiers.dram import DramSlabs, SlabAllocator
-from kvdrive_jax.tiers.extents import ceil_div, cluster_order
-from kvdrive_jax.tiers.link import Link
+from kvdrive_jax.tiers.dram import DramSlabs
+from kvdrive_jax.tiers.extents import ceil_div
 from kvdrive_jax.tiers.pages import (
     Bytes,
     FetchCount,
     Ids,
     PageError,
-    PageGeometry,
     page_rows,
 )
-from kvdrive_jax.tiers.placement import SessionPlan, rank_chunks, resident_chunks
+from kvdrive_jax.tiers.placement import SessionPlan
 from kvdrive_jax.tiers.reader import PageReader
+from kvdrive_jax.tiers.shared import Shared
 from kvdrive_jax.tiers.ssd import SsdSegments
-from kvdrive_jax.tiers.staging import Transit
+from kvdrive_jax.tiers.writer import PageWriter
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """What the sessions of one store share."""
-
-    geometry: PageGeometry
-    tiers: TierConfig
-    ledger: Ledger
-    traffic: Traffic
-    transit: Transit
-    offloaders: futures.ThreadPoolExecutor
-    directory: SsdDirectory | None
-    failed: Callable[[PageError], None]
-    """Called once by a worker when a session has failed."""
-    seen: Callable[[PageError], None]
-    """Called when the session's user was told of that failure."""
-    notice: Callable[[str], None]
-    """Called by a worker with a line for the user."""
-    closed: Callable[[SessionPages], None]
-    read_ahead: Callable[..., futures.Future[None] | None]
-    """Runs a function on a worker, or not: there is a limit."""
-    link: Link | None = None
-    allocate: SlabAllocator | None = None
 
 
 ACCOUNTS: tuple[tuple[Tier, str], ...] = (
@@ -113,6 +85,14 @@ class SessionPages:
                 self._positions = [np.full(entries, -1, np.int32) for _ in self._count]
                 path = shared.directory.path / f"session-{serial:06d}"
                 self._segments = SsdSegments(path, geometry, plan.layout, name)
+            self._writer = PageWriter(
+                geometry,
+                plan.chunk_capacity,
+                self._dram,
+                self._positions,
+                warm=tiers.warm_up != "none",
+                transit=shared.transit,
+            )
             self._reader = PageReader(
                 name,
                 geometry,
@@ -389,44 +369,14 @@ class SessionPages:
         finally:
             self._finish(nbytes)
 
-    def _store_prompt(
-        self,
-        layer: int,
-        head: int,
-        pages: Array,
-        n_chunks: int,
-        clusters: npt.NDArray[np.integer] | None,
-        importance: npt.NDArray[np.floating] | None,
-        above: int,
-    ) -> None:
-        dram, rows = self._dram, page_rows(pages, self._shared.geometry.dram_page_bytes)
-        ranked = rank_chunks(importance, n_chunks)
-        if isinstance(dram, DramSlabs):
-            dram.put(layer, head, rows, np.sort(resident_chunks(ranked, dram.rows, 0)))
-        elif self._shared.tiers.warm_up != "none":
-            # What leaves a window must come from somewhere: only where DRAM is no larger than the
-            # windows does it hold others than they.
-            skipped = above if dram.rows_per_pair <= above else 0
-            chunks = resident_chunks(ranked, dram.rows_per_pair, skipped)
-            worth = 1 - (np.arange(len(chunks)) + 1) / (n_chunks + 1)
-            dram.put(dram.key(layer, head, chunks), rows, chunks, worth)
-        segments = self._segments  # another worker may drop it
-        if segments is not None:
-            order = cluster_order(clusters, n_chunks)
-            start = head * self._capacity
-            self._positions[layer][start : start + n_chunks][order] = np.arange(
-                n_chunks, dtype=np.int32
-            )
-            with self._shared.transit.writes.borrow() as scratch:
-                written = segments.write_prompt(layer, head, rows, order, scratch)
-            self._count_written(written)
+    def _store_prompt(self, layer: int, head: int, *what: Any) -> None:
+        # Another worker may drop the segments: they are asked for once.
+        written = self._writer.prompt(self._segments, layer, head, *what)
+        self._count_written(written)
 
     def _store_piece(self, layer: int, head: int | None, piece: int, pages: Array) -> None:
-        segments = self._segments  # another worker may drop it
-        if segments is not None:
-            with self._shared.transit.writes.borrow() as scratch:
-                written = segments.write_piece(layer, piece, pages, scratch)
-            self._count_written(written)
+        written = self._writer.piece(self._segments, layer, piece, pages)
+        self._count_written(written)
 
     def _count_written(self, nbytes: int) -> None:
         self._shared.traffic.add("dram_to_ssd", nbytes)
@@ -509,5 +459,5 @@ class SessionPages:
             with suppress(KeyError):
                 ledger.release(tier, f"{self._account}: {what}")
         self._positions = []
-        for name in ("_dram", "_reader"):
+        for name in ("_dram", "_reader", "_writer"):
             self.__dict__.pop(name, None)

@@ -29,7 +29,8 @@ from kvdrive_jax.tiers.dram import SlabAllocator
 from kvdrive_jax.tiers.link import Link
 from kvdrive_jax.tiers.pages import Bytes, FetchCount, Ids, PageError, PageGeometry, page_rows
 from kvdrive_jax.tiers.placement import SessionPlan, plan_session
-from kvdrive_jax.tiers.session_pages import SessionPages, Shared
+from kvdrive_jax.tiers.session_pages import SessionPages
+from kvdrive_jax.tiers.shared import Shared
 from kvdrive_jax.tiers.staging import Transit
 
 Array = npt.NDArray[Any]
