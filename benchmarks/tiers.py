@@ -445,7 +445,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         start = time.perf_counter()
         figures, shown = FIGURES[name](options)
         print(table(shown[0], shown[1:]))
-        suffix = "_cold" if options.cold else ""
+        linked = options.ssd_link is not None or options.pcie_link is not None
+        suffix = ("_cold" if options.cold else "") + ("_linked" if linked else "")
         path = options.output / f"tiers_{name}{suffix}.json"
         result = {
             "environment": environment(dtype="float32"),
