@@ -147,11 +147,17 @@ def fig21a(options: argparse.Namespace) -> tuple[dict[str, Any], Shown]:
 
 FIG21B: dict[str, tuple[dict[str, Any], float | None]] = {
     "DRAM only": ({}, None),
-    "adaptive, 25 % in DRAM": ({"ssd_dir": "made"}, 0.25),
-    "hierarchical, 25 % in DRAM": ({"ssd_dir": "made", "sync": "hierarchical"}, 0.25),
-    "adaptive, 25 %, not warm": ({"ssd_dir": "made", "warm_up": "none"}, 0.25),
+    "adaptive, 25 % in DRAM": ({"ssd_dir": "made", "prefetch": 1.25}, 0.25),
+    "hierarchical, 25 % in DRAM": (
+        {"ssd_dir": "made", "sync": "hierarchical", "prefetch": 1.25},
+        0.25,
+    ),
+    "adaptive, 25 %, not warm": (
+        {"ssd_dir": "made", "warm_up": "none", "prefetch": 1.25},
+        0.25,
+    ),
     "adaptive, 25 %, nothing ahead": ({"ssd_dir": "made", "prefetch": 1.0}, 0.25),
-    "adaptive, 12.5 % in DRAM": ({"ssd_dir": "made"}, 0.125),
+    "adaptive, 12.5 % in DRAM": ({"ssd_dir": "made", "prefetch": 1.25}, 0.125),
     "blockwise": ({"ssd_dir": "made", "sync": "blockwise"}, 0.0),
     "layerwise": ({"ssd_dir": "made", "sync": "layerwise"}, 0.0),
 }
@@ -214,7 +220,10 @@ def warm(options: argparse.Namespace) -> tuple[dict[str, Any], Shown]:
         with shared_prefill():
             for kind in ("per-head", "aggregated", "none"):
                 how = tier_engine.config(
-                    ssd_dir="made", warm_up=kind, extent_bytes=options.extent_bytes
+                    ssd_dir="made",
+                    warm_up=kind,
+                    prefetch=1.25,
+                    extent_bytes=options.extent_bytes,
                 )
                 results[kind] = tier_engine.run(
                     model, tokenizer, how, [prompt], STEPS + 1, share=0.25

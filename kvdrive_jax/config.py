@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import tomllib
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ Precision = Literal["model", "int8", "int4"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_BUDGET_TOKENS = 2048
+FEW_CPUS = 4
+"""With no more, reading ahead takes from decode more than it gives."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -291,9 +294,10 @@ class TierConfig:
         "what leaves DRAM: what was read or ranked close to selection longest ago (ranked), or "
         "read longest ago (lru)",
     )
-    prefetch: float = _option(
-        1.25,
-        "read ahead from SSD to DRAM what ranks within this multiple of the budget (1: nothing)",
+    prefetch: float | None = _option(
+        None,
+        "read ahead from SSD to DRAM what ranks within this multiple of the budget; 1: nothing "
+        f"(default: 1.25 with more than {FEW_CPUS} CPUs, which it needs beside decode, else 1)",
     )
     warm_up: WarmUp = _option(
         "per-head",
@@ -343,15 +347,25 @@ class TierConfig:
             self.ssd_dtype,
         )
         _require(
-            isinstance(self.prefetch, int | float)
-            and not isinstance(self.prefetch, bool)
-            and 1 <= self.prefetch < math.inf,
+            self.prefetch is None
+            or (
+                isinstance(self.prefetch, int | float)
+                and not isinstance(self.prefetch, bool)
+                and 1 <= self.prefetch < math.inf
+            ),
             "prefetch",
             "a multiple of the budget of at least 1",
             self.prefetch,
         )
         if self.ssd_budget and self.ssd_dir is None:
             raise ValueError("ssd_budget needs ssd_dir: say where the SSD tier may write")
+
+    @property
+    def read_ahead(self) -> float:
+        """Multiple of the budget within which pages are read ahead."""
+        if self.prefetch is not None:
+            return self.prefetch
+        return 1.25 if (os.cpu_count() or 1) > FEW_CPUS else 1.0
 
     @property
     def ssd_precision(self) -> Precision:

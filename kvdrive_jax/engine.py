@@ -178,7 +178,7 @@ class Engine:
         if self.budgets.ssd:
             parts += [
                 f"ssd {format_size(self.budgets.ssd)} in {tiers.ssd_dir}",
-                f"sync {tiers.sync} prefetch x{tiers.prefetch:g}",
+                f"sync {tiers.sync} prefetch x{tiers.read_ahead:g}",
             ]
         if tiers.dram_dtype != "model" or tiers.ssd_precision != "model":
             parts.append(f"pages {tiers.dram_dtype} in DRAM, {tiers.ssd_precision} on SSD")

@@ -347,9 +347,9 @@ def _plan_kvdrive(
 
 
 def _likely(tiers: TierConfig, shape: BatchShape, sessions: Sequence[SessionPlan]) -> int:
-    if tiers.prefetch == 1 or not any(session.cached for session in sessions):
+    if tiers.read_ahead == 1 or not any(session.cached for session in sessions):
         return 0
-    return min(shape.chunk_capacity, math.ceil(tiers.prefetch * shape.selected))
+    return min(shape.chunk_capacity, math.ceil(tiers.read_ahead * shape.selected))
 
 
 def _sessions(

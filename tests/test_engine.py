@@ -108,7 +108,7 @@ def test_window_size_changes_no_token(
 def test_tier_split_changes_no_token(
     share: float | None, sparse_tokens: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    ssd = TierConfig(ssd_dir=str(tmp_path), extent_bytes=4096)
+    ssd = TierConfig(ssd_dir=str(tmp_path), extent_bytes=4096, prefetch=1.5)
     config: dict[str, Any] = {
         "retrieval": SPARSE,
         "window": WindowConfig(multiple=2),
@@ -118,6 +118,7 @@ def test_tier_split_changes_no_token(
     assert tokens(generations) == sparse_tokens
     assert stats["bytes"]["dram_to_ssd"] > 0
     assert (stats["bytes"]["ssd_to_dram"] > 0) == (share is not None)
+    assert (stats["pages"]["ahead"] > 0) == (share is not None)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,15 @@ HASHES = 3 * 2 * (30 + 22) * 8  # 3 pages to an extent: 90 chunks of the prompt,
 def plan(dram: int | None, ssd: bool = True, **more: Any):
     values = {"chunk_capacity": 100, "prompt_chunks": 90, **more}
     return plan_session(GEOMETRY, TIERS, dram_bytes=dram, ssd=ssd, **values)
+
+
+@pytest.mark.parametrize(("cpus", "multiple"), [(None, 1.0), (4, 1.0), (5, 1.25)])
+def test_reading_ahead_needs_cpus(
+    cpus: int | None, multiple: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    assert TierConfig().read_ahead == multiple
+    assert TierConfig(prefetch=2.0).read_ahead == 2.0
 
 
 def test_page_bytes() -> None:
