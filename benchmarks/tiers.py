@@ -256,7 +256,7 @@ def fig5(options: argparse.Namespace) -> tuple[dict[str, Any], Shown]:
     how = tier_engine.config(budget=128, window=1.0, batch=8)
     limit = tier_engine.dram_budget(model, tokenizer, how, [700] * 3, steps, 1.0)
     rows: list[dict[str, Any]] = []
-    for batch in (1, 2, 3, 4, 6, 8):
+    for batch in (1, 2, 3, 4, 6):
         prompts = [whole[i % len(whole)] for i in range(batch)]
         row: dict[str, Any] = {"batch": batch}
         how = tier_engine.config(budget=128, window=1.0, batch=8, ssd_dir="made")
