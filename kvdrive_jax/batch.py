@@ -211,9 +211,9 @@ class _Batch:
         page = (2, retrieval.chunk_size, config.head_dim)
         pages = arrays["pages"].view(dtype).reshape(*arrays["pages"].shape[:2], *page)
         near = (arrays["near-k"], arrays["near-v"])
-        parts = put_together(pages, near, sink=retrieval.sink, tokens=known)
+        keys, values = put_together(pages, near, sink=retrieval.sink, tokens=known)
         padded = np.zeros((2, config.num_kv_heads, self.plan.shape.prompt_capacity, page[2]), dtype)
-        padded[:, :, :known] = np.stack(parts)
+        padded[0, :, :known], padded[1, :, :known] = keys, values
         return padded[0], padded[1]
 
     # Decode
@@ -319,7 +319,7 @@ class _Batch:
                     logits=np.asarray(self._logits[row]),
                     generated=session.drawn,
                 )
-            except (ArchiveError, PageError) as error:
+            except (ArchiveError, PageError, ValueError) as error:
                 # What was generated is not lost with it.
                 session.error = f"the session was not saved: {error}"
             self.report.save_s += time.perf_counter() - start

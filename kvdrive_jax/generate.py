@@ -219,9 +219,9 @@ class Run:
             complain(generation.error)
         if generate.save_session is not None:
             saved = engine.stats()["sessions"][0]["saved_bytes"]
-            if saved is None:
+            if saved is None and generation is None:
                 complain(f"the session is not saved in {generate.save_session}")
-            else:
+            elif saved is not None:
                 self.say(f"session: {format_size(saved)} saved in {generate.save_session}")
 
     def _answer_all(self, engine: Engine, output: TextIO) -> None:

@@ -184,3 +184,19 @@ def test_a_stream_that_is_closed_early_is_saved_too(tmp_path: Path) -> None:
             session=path, max_new_tokens=12 - entry["new_tokens"], ignore_eos=True
         )
     assert got.token_ids == whole.token_ids[entry["new_tokens"] :]
+
+
+def test_a_target_that_is_lost_meanwhile_loses_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    with Engine(MODEL, TOKENIZER, config("resident", tmp_path)) as engine:
+        stream = engine.stream_ids(
+            [PROMPT[:200]], max_new_tokens=8, ignore_eos=True, save_session=path
+        )
+        next(stream)
+        path.write_text("in the way")
+        generation = [event.generation for event in stream][-1]
+    assert generation is not None
+    assert len(generation.token_ids) == 8
+    assert generation.error is not None
+    assert "not saved" in generation.error
+    assert path.read_text() == "in the way"

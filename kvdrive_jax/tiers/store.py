@@ -67,6 +67,11 @@ class PageStore:
         self._failures: list[PageError] = []
         self._sessions: list[SessionPages] = []
         self._notices: list[str] = []
+        if directory is not None and directory.reclaimed_bytes:
+            self._notices.append(
+                f"ssd_dir {tiers.ssd_dir}: removed {directory.reclaimed_bytes:,} bytes that killed "
+                "processes had left"
+            )
         self._opened = 0
         self._closed = False
         self._workers = workers
