@@ -272,13 +272,10 @@ def _plan_kvdrive(
     )
     near = pairs * shape.near_capacity * 2 * model.head_dim * dtype.itemsize
     flush = shape.batch * model.num_kv_heads * shape.flush_chunks * geometry.page_bytes
-    moved = shape.batch * model.num_kv_heads * shape.selected * geometry.dram_page_bytes
+    most = shape.batch * model.num_kv_heads * shape.selected
+    moved = most * geometry.dram_page_bytes
     # As they come, and where they are kept as something else, decoded.
-    decoded = (
-        moved
-        if geometry.dram == "model"
-        else moved // geometry.dram_page_bytes * (geometry.dram_page_bytes + geometry.page_bytes)
-    )
+    decoded = moved if geometry.dram == "model" else moved + most * geometry.page_bytes
     base = [
         *base,
         Line(tier="hbm", name="index", nbytes=index),

@@ -56,10 +56,12 @@ class PageWriter:
         ``above`` as in ``SessionPages.offload``.
         """
         dram, rows = self._dram, page_rows(pages, self._page_bytes)
-        ranked = rank_chunks(importance, n_chunks)
         if isinstance(dram, DramSlabs):
+            # There is nothing to choose where everything is held, which is the common case.
+            ranked = rank_chunks(importance if dram.rows < n_chunks else None, n_chunks)
             dram.put(layer, head, rows, np.sort(resident_chunks(ranked, dram.rows, 0)))
         elif self._warm:
+            ranked = rank_chunks(importance, n_chunks)
             # What leaves a window must come from somewhere: only where DRAM is no larger than the
             # windows does it hold others than they.
             skipped = above if dram.rows_per_pair <= above else 0
