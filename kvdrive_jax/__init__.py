@@ -9,7 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvdrive_jax.config import KVDriveConfig, RetrievalConfig, TierConfig, WindowConfig
+    from kvdrive_jax.config import (
+        KVDriveConfig,
+        PipelineConfig,
+        RetrievalConfig,
+        TierConfig,
+        WindowConfig,
+    )
     from kvdrive_jax.engine import Engine
     from kvdrive_jax.sampling import SamplingConfig
     from kvdrive_jax.session import Generation, StreamEvent
@@ -18,6 +24,7 @@ __all__ = [
     "Engine",
     "Generation",
     "KVDriveConfig",
+    "PipelineConfig",
     "RetrievalConfig",
     "SamplingConfig",
     "StreamEvent",
@@ -29,6 +36,7 @@ _HOMES = {
     "Engine": "engine",
     "Generation": "session",
     "KVDriveConfig": "config",
+    "PipelineConfig": "config",
     "RetrievalConfig": "config",
     "SamplingConfig": "sampling",
     "StreamEvent": "session",

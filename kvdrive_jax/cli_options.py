@@ -147,6 +147,7 @@ _GROUPS: tuple[tuple[str, str, type], ...] = (
     ("retrieval: what is attended to", "retrieval", configuration.RetrievalConfig),
     ("window in HBM", "window", configuration.WindowConfig),
     ("tiers", "tiers", configuration.TierConfig),
+    ("pipeline", "pipeline", configuration.PipelineConfig),
 )
 
 _SAMPLING_HELP = {

@@ -19,6 +19,8 @@ from typing import Any, Literal, get_args
 GroupRule = Literal["softmax-sum", "softmax-max", "max", "mean"]
 Estimate = Literal["none", "chunks", "clusters"]
 MethodName = Literal["kvdrive", "full"]
+ScheduleName = Literal["overlapped", "sequential", "speculative"]
+MissListWay = Literal["auto", "copy", "callback"]
 FetchName = Literal["auto", "staged", "direct"]
 EvictionName = Literal["smoothed", "lookahead", "lru", "lfu", "fifo", "last-step", "none"]
 Attend = Literal["selection", "resident"]
@@ -374,6 +376,39 @@ class TierConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """When select, fetch and compute run (paper section 6); never what they do."""
+
+    schedule: ScheduleName = _option(
+        "overlapped",
+        "order of select, fetch and compute: overlapped over micro-batches, sequential, or "
+        "speculative (each layer selects by the input of the one before: other tokens)",
+    )
+    micro_batch: int | None = _option(
+        None, "sessions that one select and fetch work on (default: calibrated)"
+    )
+    cohorts: int | None = _option(
+        None,
+        "parts of the batch that go through the layers apart, so that one computes while another "
+        "fetches (default: calibrated)",
+    )
+    miss_list: MissListWay = _option(
+        "auto", "how ids of missing chunks reach the host: a polled copy or a callback"
+    )
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("schedule", get_args(ScheduleName)),
+            ("miss_list", get_args(MissListWay)),
+        ):
+            value = getattr(self, name)
+            _require(value in choices, name, f"one of {', '.join(choices)}", value)
+        for name in ("micro_batch", "cohorts"):
+            value = getattr(self, name)
+            _require(value is None or _positive_int(value), name, "a positive integer", value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVDriveConfig:
     """Everything that is fixed for the life of an Engine."""
 
@@ -388,6 +423,7 @@ class KVDriveConfig:
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     window: WindowConfig = field(default_factory=WindowConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
         for name, choices in (("method", get_args(MethodName)), ("dtype", get_args(DtypeName))):
@@ -412,6 +448,7 @@ SECTIONS: dict[str, type] = {
     "retrieval": RetrievalConfig,
     "window": WindowConfig,
     "tiers": TierConfig,
+    "pipeline": PipelineConfig,
 }
 
 

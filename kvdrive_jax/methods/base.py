@@ -24,12 +24,13 @@ from kvdrive_jax.plan import Plan
 from kvdrive_jax.saved import SavedSession
 from kvdrive_jax.telemetry import Ledger, RowCounts, StageClock, Traffic
 from kvdrive_jax.tiers.link import Links
+from kvdrive_jax.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
     """What every method may use: the model, the configuration, the accounts, who records what is
-    selected (None: nobody), imitated links, and whether sessions will be saved."""
+    selected (None: nobody), imitated links, whether sessions will be saved, and what ran when."""
 
     model: Model
     config: KVDriveConfig
@@ -39,6 +40,7 @@ class Tools:
     recorder: TraceRecorder | None = None
     links: Links = field(default_factory=Links)
     saves: bool = False
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 @dataclass
