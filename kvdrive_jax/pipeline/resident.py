@@ -8,15 +8,19 @@ so many steps, or as soon as every session has drawn a token that ends it; what 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from kvdrive_jax import compat
 from kvdrive_jax.index.rest import LayerIndex
-from kvdrive_jax.pipeline.stages import Leaves, Near, StageSpec, Step, append_rows, resident_layer
+from kvdrive_jax.models.decoder import OneOf
+from kvdrive_jax.pipeline.stages import Leaves, Near, StageSpec, Step, append_rows, resident_step
 from kvdrive_jax.sampling import SamplingRule, SamplingValues, all_finite, choose
 
 MOST_STEPS = 32
@@ -25,6 +29,13 @@ MOST_STEPS = 32
 EOS_CAPACITY = 8
 """End-of-sequence tokens come padded to a multiple of this, so that their number compiles nothing
 anew."""
+
+
+def padded_eos(tokens: Iterable[int]) -> np.ndarray[Any, Any]:
+    """End-of-sequence tokens as an array [X] int32 whose length is hardly ever another."""
+    known = sorted(tokens)
+    padding = -len(known) % EOS_CAPACITY if known else EOS_CAPACITY
+    return np.array([*known, *[-1] * padding], np.int32)
 
 
 class Sequences(NamedTuple):
@@ -43,16 +54,18 @@ class Sequences(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a burst reads and does not change, by layer where it is a tuple.
+    """What a burst reads and does not change.
 
-    n_chunks: [B] int32; inv_freq: [B, R/2]; attention_factor: [B]; numbers: [B] int32, of the
-    sessions' random streams; eos: [X] int32, -1 for none.
+    layers: L leaves; ends: leaves; index: one for each layer, or one of all (`stack_layers`), as
+    `scans` says; window: [B, L K N, 2, c, D], as of ``stages.resident_layer``; n_chunks: [B] int32;
+    inv_freq: [B, R/2]; attention_factor: [B]; numbers: [B] int32, of the sessions' random streams;
+    eos: [X] int32, -1 for none.
     """
 
     layers: tuple[Leaves, ...]
     ends: Leaves
-    index: tuple[LayerIndex, ...]
-    window: tuple[jax.Array, ...]
+    index: tuple[LayerIndex, ...] | LayerIndex
+    window: jax.Array
     n_chunks: jax.Array
     inv_freq: jax.Array
     attention_factor: jax.Array
@@ -72,9 +85,27 @@ class Burst(NamedTuple):
 class _State(NamedTuple):
     step: jax.Array
     at: Sequences
-    near: tuple[Near, ...]
+    near: Any
     tokens: jax.Array
     finite: jax.Array
+
+
+def scans() -> bool:
+    """Whether a burst goes through the layers in a loop, which compiles one of them, or in a
+    program that has them all: what a loop chooses from, a GPU would wait for."""
+    return compat.platform() == "cpu"
+
+
+@jax.jit
+def stack_layers(layers: Sequence[Any]) -> Any:
+    """Arrays of all layers as one [L, ...]."""
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+
+
+@partial(jax.jit, static_argnames="count")
+def split_layers(stacked: Any, count: int) -> list[Any]:
+    """`stack_layers`, backwards: ``count`` layers."""
+    return [jax.tree.map(lambda array, i=i: array[i], stacked) for i in range(count)]
 
 
 @partial(jax.jit, static_argnames=("spec", "rule"), donate_argnames="near")
@@ -94,6 +125,7 @@ def resident_burst(
     ended stays where it is.
     """
     ends = spec.model_def.merge_ends(held.ends)
+    through = _scanned if scans() else _unrolled
 
     def going(state: _State) -> jax.Array:
         return (state.step < limit) & state.at.active.any()
@@ -108,20 +140,8 @@ def resident_burst(
             attention_factor=held.attention_factor,
         )
         hidden = lax.optimization_barrier(ends.embed(at.token))
-        rows = []
-        for leaves, near, index, window in zip(
-            held.layers, state.near, held.index, held.window, strict=True
-        ):
-            hidden, token, _ = resident_layer(spec, leaves, hidden, step, near, index, window)
-            # Layers are kept apart, as where each is a program: what is fused is rounded otherwise.
-            hidden, *new = lax.optimization_barrier((hidden, token.k, token.v))
-            rows += new
+        hidden, written = through(spec, held, hidden, step, state.near)
         logits = lax.optimization_barrier(ends.logits(hidden))
-        # Rows wait for the logits, or else near buffers would be copied: nothing says that all
-        # reading is done when they are written.
-        logits, rows = lax.optimization_barrier((logits, rows))
-        buffers = [array for near in state.near for array in near]
-        buffers = append_rows(buffers, rows, at.near_row)
         drawn = choose(logits, held.numbers, at.drawn, values, rule)
         finite = all_finite(logits)
         moved = at.active.astype(jnp.int32)
@@ -135,7 +155,7 @@ def resident_burst(
                 drawn=at.drawn + moved,
                 active=active,
             ),
-            tuple(Near(*buffers[i : i + 2]) for i in range(0, len(buffers), 2)),
+            written,
             lax.dynamic_update_index_in_dim(state.tokens, drawn, state.step, axis=0),
             lax.dynamic_update_index_in_dim(state.finite, finite, state.step, axis=0),
         )
@@ -144,9 +164,65 @@ def resident_burst(
     state = _State(
         jnp.zeros((), jnp.int32),
         at,
-        near,
+        stack_layers(near) if scans() else near,
         jnp.zeros((MOST_STEPS, batch), jnp.int32),
         jnp.zeros((MOST_STEPS, batch), bool),
     )
     state = lax.while_loop(going, advance, state)
-    return Burst(state.tokens, state.finite, state.step), state.near
+    after = split_layers(state.near, len(near)) if scans() else state.near
+    return Burst(state.tokens, state.finite, state.step), tuple(after)
+
+
+def _unrolled(
+    spec: StageSpec, held: Held, hidden: jax.Array, step: Step, near: tuple[Near, ...]
+) -> tuple[jax.Array, tuple[Near, ...]]:
+    """Hidden [B, E] through all layers, and near buffers with the new token."""
+    rows = []
+    parts = zip(held.layers, near, held.index, strict=True)
+    for layer, (leaves, beside, index) in enumerate(parts):
+        number = jnp.int32(layer)
+        hidden, token, _ = resident_step(
+            spec, leaves, hidden, step, beside, index, held.window, number
+        )
+        # Layers are kept apart, as where each is a program: what is fused is rounded otherwise.
+        hidden, *new = lax.optimization_barrier((hidden, token.k, token.v))
+        rows += new
+    # Rows wait for the last layer, or else near buffers would be copied: nothing would say that all
+    # reading is done when they are written.
+    hidden, rows = lax.optimization_barrier((hidden, rows))
+    buffers = append_rows([array for pair in near for array in pair], rows, step.near_row)
+    return hidden, tuple(Near(*buffers[i : i + 2]) for i in range(0, len(buffers), 2))
+
+
+def _scanned(
+    spec: StageSpec, held: Held, hidden: jax.Array, step: Step, near: Near
+) -> tuple[jax.Array, Near]:
+    """The same with one layer compiled: near k, v [L, B, K, W, D]."""
+    kinds = list(zip(*held.layers, strict=True))
+
+    def layer_leaves(layer: jax.Array) -> tuple[Any, ...]:
+        # Vectors are stacked; matrices stay where they are.
+        return tuple(
+            OneOf(layer, arrays)
+            if arrays[0].ndim > 1
+            else lax.dynamic_index_in_dim(jnp.stack(arrays), layer, keepdims=False)
+            for arrays in kinds
+        )
+
+    def through(hidden: jax.Array, part: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        layer, beside, index = part
+        leaves = layer_leaves(layer)
+        hidden, token, _ = resident_step(
+            spec, leaves, hidden, step, beside, index, held.window, layer
+        )
+        return hidden, (token.k, token.v)
+
+    numbers = jnp.arange(len(held.layers), dtype=jnp.int32)
+    hidden, rows = lax.scan(through, hidden, (numbers, near, held.index))
+    sessions = jnp.arange(hidden.shape[0])
+
+    def append(buffer: jax.Array, row: jax.Array) -> jax.Array:
+        return buffer.at[sessions, :, step.near_row].set(row, mode="drop")
+
+    written = [jax.vmap(append)(buffer, row) for buffer, row in zip(near, rows, strict=True)]
+    return hidden, Near(*written)
