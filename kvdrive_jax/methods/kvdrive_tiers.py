@@ -65,6 +65,7 @@ class BatchTiers:
             workers=WORKERS,
             link=tools.links.ssd_to_dram,
             allocate=None if arena is None else arena.take,
+            timeline=tools.timeline,
         )
         try:
             fetcher = Fetcher(
