@@ -6,7 +6,7 @@ from typing import Any
 
 from kvdrive_jax.session import Session
 from kvdrive_jax.telemetry import TIERS, Ledger, StageClock, Traffic
-from kvdrive_jax.timeline import LANES, READ_AHEAD, SpanSum, StepSums, Timeline
+from kvdrive_jax.timeline import StepSums, Timeline
 
 
 class RunReport:
@@ -34,7 +34,6 @@ class RunReport:
 
     def to_dict(self, ledger: Ledger) -> dict[str, Any]:
         """Nested plain values."""
-        sums = self.timeline.sums()
         rate = self.decode_tokens / self.decode_s if self.decode_s > 0 else None
         return {
             "sessions": [session.stats() for session in self.sessions],
@@ -49,8 +48,8 @@ class RunReport:
                 tier: {"budget_bytes": ledger.budget(tier), "peak_bytes": ledger.peak(tier)}
                 for tier in TIERS
             },
-            "stage_s": self._stages(sums),
-            "timeline": timeline_dict(sums),
+            "stage_s": self._stages(self.timeline.sums()),
+            "timeline": self.timeline.totals(),
         }
 
     def _stages(self, sums: StepSums) -> dict[str, float]:
@@ -63,23 +62,3 @@ class RunReport:
         stages["stall"] += sums.stalls["engine"]
         stages["other"] = max(0.0, self.decode_s - sum(stages.values()))
         return stages
-
-
-def timeline_dict(sums: StepSums) -> dict[str, Any]:
-    """``timeline`` of the statistics: what the spans of all decode steps add up to."""
-    lanes: dict[str, SpanSum] = {lane: sums.lane(lane, but=READ_AHEAD) for lane in LANES}
-    lanes[READ_AHEAD] = sums.named("SSD->DRAM", READ_AHEAD)
-    return {
-        "steps": sums.steps,
-        "wall_s": sums.wall_s,
-        "device_busy_s": sums.device_s,
-        "stall_s": dict(sums.stalls),
-        "work_s": dict(sums.work_s()),
-        "overlap_efficiency": sums.overlap,
-        "lanes": {
-            name: {"seconds": lane.seconds, "bytes": lane.nbytes, "spans": lane.count}
-            for name, lane in lanes.items()
-        },
-        "hits": sums.hits,
-        "misses": sums.misses,
-    }

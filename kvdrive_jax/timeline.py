@@ -70,13 +70,12 @@ class SpanSum:
 class StepSums:
     """What the spans of decode steps add up to, in seconds.
 
-    steps, wall_s: how many steps and how long they took together; device_s: of that, how long the
-    device was busy; stalls: the rest by cause; by_name: of each lane and name; hits, misses: of all
-    spans that tell them.
+    wall_s: how long the steps took together; device_s: of that, how long the device was busy;
+    stalls: the rest by cause; by_name: of each lane and name; hits, misses: of all spans that tell
+    them.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
         self.wall_s = 0.0
         self.device_s = 0.0
         self.stalls: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
@@ -91,7 +90,6 @@ class StepSums:
         first = np.array([start for _, start, _ in steps])
         last = np.array([end for _, _, end in steps])
         wall = float((last - first).sum())
-        self.steps += len(steps)
         self.wall_s += wall
         covered = np.zeros(_NO_CAUSE)
         if spans:
@@ -217,6 +215,7 @@ class Timeline:
         self._append = self._spans.append
         self._taken = 0
         self._open: list[tuple[int, float, float]] = []
+        self._steps = 0
         self._sums = StepSums()
 
     def span(
@@ -236,10 +235,11 @@ class Timeline:
         # A plain tuple: a Span takes several times as long to make.
         self._append((lane, name, start, end, layer, micro_batch, cohort, nbytes, hits, misses))
 
-    def end_step(self, start: float, end: float) -> None:
-        """A decode step from ``start`` to ``end`` is over."""
+    def end_step(self, start: float, end: float, steps: int = 1) -> None:
+        """A decode step from ``start`` to ``end`` is over, or ``steps`` that ran as one."""
         count = len(self._spans) - self._taken
         self._taken += count
+        self._steps += steps
         self._open.append((count, start, end))
         if self.keep:
             self.steps.append((start, end))
@@ -252,6 +252,26 @@ class Timeline:
         """Of all steps that have ended."""
         self._fold()
         return self._sums
+
+    def totals(self) -> dict[str, Any]:
+        """The same as plain values: ``timeline`` of the statistics."""
+        sums = self.sums()
+        lanes: dict[str, SpanSum] = {lane: sums.lane(lane, but=READ_AHEAD) for lane in LANES}
+        lanes[READ_AHEAD] = sums.named("SSD->DRAM", READ_AHEAD)
+        return {
+            "steps": self._steps,
+            "wall_s": sums.wall_s,
+            "device_busy_s": sums.device_s,
+            "stall_s": dict(sums.stalls),
+            "work_s": dict(sums.work_s()),
+            "overlap_efficiency": sums.overlap,
+            "lanes": {
+                name: {"seconds": lane.seconds, "bytes": lane.nbytes, "spans": lane.count}
+                for name, lane in lanes.items()
+            },
+            "hits": sums.hits,
+            "misses": sums.misses,
+        }
 
     def spans(self) -> list[Span]:
         """Those kept for a trace, and those that came since the last step."""
