@@ -340,7 +340,7 @@ class KVDrive(BatchMethod):
         if self._stages is None:
             hidden, ranked = self._resident_step(hidden, steps[0, shape.batch])
         else:
-            hidden, ranked = self._stages.step(hidden, steps)
+            hidden, ranked = self._stages.step(hidden, steps, rows.active)
         if self._recorder is not None:
             self._recorder.step(ranked, rows.active)
         return hidden
