@@ -8,9 +8,10 @@ BatchMethod, name it in ``methods.table``, and add it to the conformance test.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from kvdrive_jax.models.model import Model, ModelDef
 from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.recorder import TraceRecorder
 from kvdrive_jax.plan import Plan
+from kvdrive_jax.sampling import SamplingConfig
 from kvdrive_jax.saved import SavedSession
 from kvdrive_jax.telemetry import Ledger, RowCounts, StageClock, Traffic
 from kvdrive_jax.tiers.link import Links
@@ -55,6 +57,30 @@ class BatchRows:
     inv_freq: jax.Array
     attention_factor: jax.Array
     counts: list[RowCounts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """How a burst draws tokens.
+
+    last: the token of each session that is decoded next; drawn: how many it drew before; numbers:
+    [B] int32, of the sessions' random streams; eos: [X] int32, tokens that end a session, -1 for
+    none.
+    """
+
+    last: Sequence[int]
+    drawn: Sequence[int]
+    numbers: jax.Array
+    eos: jax.Array
+    sampling: SamplingConfig
+
+
+class Drawn(NamedTuple):
+    """What a burst drew: tokens [S, B] int32, and whether the logits they were drawn from are
+    finite [S, B] bool."""
+
+    tokens: np.ndarray[Any, Any]
+    finite: np.ndarray[Any, Any]
 
 
 class BatchMethod(ABC):
@@ -94,6 +120,18 @@ class BatchMethod(ABC):
         hidden = embed_tokens(model.static, model.ends, tokens)
         hidden = self.layers(hidden)
         return token_logits(model.static, model.ends, hidden)
+
+    def burst(self, draws: Draws, limit: int) -> Drawn | None:
+        """Up to ``limit`` steps without the host, at least one; None where each step needs it.
+
+        Tokens are those of as many calls of ``step``. It ends early where every session has drawn
+        a token that ends it. The engine calls ``count_step`` and advances the rows for each.
+        """
+        return None
+
+    def count_step(self) -> None:  # noqa: B027  nothing calls it without bursts
+        """Count one step of all active sessions, in ``rows.counts``, before it is advanced: the
+        engine does for each step of a burst that it uses, ``layers`` by itself."""
 
     def after_step(self) -> None:  # noqa: B027  doing nothing is a fine answer
         """The step's tokens are on the host: the device has finished it."""
