@@ -241,10 +241,15 @@ class _Batch:
                 events += [self._end(row, "length") for row in self._active()]
             if rows.active.any():
                 drawn = int32(np.array([session.drawn for session in sessions]))
+                drawing = _next_tokens(logits, numbers, drawn, sampling.values, sampling.rule)
+                self.method.after_step()
+                begun = time.perf_counter()
                 with self.tools.clock.measure("compute"):
-                    tokens, finite = jax.device_get(
-                        _next_tokens(logits, numbers, drawn, sampling.values, sampling.rule)
-                    )
+                    tokens, finite = jax.device_get(drawing)
+                if step:
+                    now = time.perf_counter()
+                    self.tools.timeline.span("device", "draw", begun, now)
+                    self.tools.timeline.end_step(start, now)
                 events += self._accept(tokens, finite)
             report.decode_s += time.perf_counter() - start
             yield from events

@@ -340,7 +340,7 @@ class KVDrive(BatchMethod):
         if self._stages is None:
             hidden, ranked = self._resident_step(hidden, steps[0, shape.batch])
         else:
-            hidden, ranked = self._stages.step(hidden, steps)
+            hidden, ranked = self._stages.step(hidden, steps, taken)
         if self._recorder is not None:
             self._recorder.step(ranked, rows.active)
         return hidden
@@ -367,9 +367,11 @@ class KVDrive(BatchMethod):
             state.near[0] = [Near(*buffers[i : i + 2]) for i in range(0, len(buffers), 2)]
         return hidden, ranked
 
-    def after_step(self) -> None:
-        if self._stages is not None:
-            self._stages.observe(everything=True)
+    def note_step(self, logits: jax.Array) -> None:
+        if self._stages is None:
+            super().note_step(logits)
+        else:
+            self._stages.finish(logits)
 
     def _attended_chunks(
         self, n_chunks: np.ndarray[Any, Any], selected: np.ndarray[Any, Any]
