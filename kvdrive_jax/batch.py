@@ -302,7 +302,6 @@ class _Batch:
                 self._logits = self._step()
                 self.report.decode_tokens += int(self.rows.active.sum())
                 drawn = self._draw(numbers, sampling)
-                self.method.after_step()
                 self.tools.timeline.end_step(start, time.perf_counter())
                 yield drawn
                 continue
@@ -319,10 +318,12 @@ class _Batch:
 
     def _draw(self, numbers: jax.Array, sampling: SamplingConfig) -> tuple[Array, Array]:
         drawn = int32(np.array([session.drawn for session in self.sessions]))
+        drawing = _next_tokens(self._logits, numbers, drawn, sampling.values, sampling.rule)
+        self.method.after_step()
+        begun = time.perf_counter()
         with self.tools.clock.measure("compute"):
-            tokens, finite = jax.device_get(
-                _next_tokens(self._logits, numbers, drawn, sampling.values, sampling.rule)
-            )
+            tokens, finite = jax.device_get(drawing)
+        self.tools.timeline.span("device", "draw", begun, time.perf_counter())
         return tokens, finite
 
     def _step(self) -> jax.Array:

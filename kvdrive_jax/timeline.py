@@ -103,9 +103,8 @@ class StepSums:
             within &= (until > from_) | (rank != 0)
             seconds = np.where(rank == 0, until - from_, end - start)
             self._count(key, np.where(within, seconds, 0.0), np.array(nbytes), within)
-            told = within & (np.array(hits) >= 0)
-            self.hits += int(np.array(hits)[told].sum())
-            self.misses += int(np.maximum(np.array(misses)[told], 0).sum())
+            self.hits += int(np.maximum(np.array(hits)[within], 0).sum())
+            self.misses += int(np.maximum(np.array(misses)[within], 0).sum())
             at = np.flatnonzero(within & (until > from_) & (rank < _NO_CAUSE))
             at = at[np.argsort(from_[at], kind="stable")]
             from_, until, rank = from_[at], until[at], rank[at]

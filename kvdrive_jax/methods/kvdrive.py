@@ -200,7 +200,7 @@ class KVDrive(BatchMethod):
         state = self._state.near[place.cohort]
         state[layer] = insert_state(state[layer], int32(place.row), near)
 
-    def _fill(self, row: int, layer: int, pages: jax.Array) -> None:
+    def _fill(self, row: int, layer: int, pages: jax.Array | np.ndarray[Any, Any]) -> None:
         """All pages of a session's layer into the window that holds every chunk."""
         windows = self._state.windows
         windows[0] = insert_resident(windows[0], int32(row), int32(layer), pages)
@@ -329,7 +329,8 @@ class KVDrive(BatchMethod):
         if self._stages is None:
             hidden, ranked = self._resident_step(hidden, steps[0, self.plan.shape.batch])
         else:
-            hidden, ranked = self._stages.step(hidden, steps, rows.active)
+            taken = np.minimum(self._present_chunks(), self._spec.selected)
+            hidden, ranked = self._stages.step(hidden, steps, taken, self.rows.active)
         if self._recorder is not None:
             self._recorder.step(ranked, self.rows.active)
         return hidden
@@ -403,9 +404,11 @@ class KVDrive(BatchMethod):
             state.near[0] = [Near(*buffers[i : i + 2]) for i in range(0, len(buffers), 2)]
         return hidden, ranked
 
-    def after_step(self) -> None:
-        if self._stages is not None:
-            self._stages.observe(everything=True)
+    def note_step(self, logits: jax.Array) -> None:
+        if self._stages is None:
+            super().note_step(logits)
+        else:
+            self._stages.finish(logits)
 
     def _attended_chunks(
         self, n_chunks: np.ndarray[Any, Any], selected: np.ndarray[Any, Any]

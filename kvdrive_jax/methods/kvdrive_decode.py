@@ -99,6 +99,8 @@ class TieredStages:
         self._ranked: list[dict[int, Ranked | None]] = []
         self._watched: deque[_Watched] = deque()
         self._device_end = 0.0
+        self._taken = np.zeros(0, np.int64)
+        self._waiting: float | None = None
         self._inline = False
         self.arrange()
 
@@ -113,13 +115,16 @@ class TieredStages:
         self,
         hidden: jax.Array,
         steps: dict[tuple[int, int], Step],
+        taken: np.ndarray[Any, Any],
         active: np.ndarray[Any, Any],
     ) -> tuple[jax.Array, list[Ranked | None]]:
         """One token through all layers: hidden [B, E], and what was ranked in each layer.
 
-        active: [B] bool. A cohort whose sessions have all ended is left out.
+        taken: [B] chunks that each session selects per kv head; active: [B] bool: a cohort whose
+        sessions have all ended is left out.
         """
         layers, cohorts = self._tools.model.config.num_layers, self._state.cohorts
+        self._taken = taken * self._tools.model.config.num_kv_heads
         self._steps = steps
         self._tokens = [[] for _ in cohorts]
         self._ranked = [{} for _ in range(layers)]
@@ -159,7 +164,7 @@ class TieredStages:
     # The stages
 
     def select(self, layer: int, part: MicroBatch, hidden: Hiddens) -> Fetch:
-        begun = time.perf_counter()
+        begun = self._working()
         directories = self._state.directory[part.number]
         first = self._state.cohorts[part.cohort].micro_batches[0].number
         selected, directories[layer] = select_stage(
@@ -199,6 +204,7 @@ class TieredStages:
             if missing is None:
                 return False
             moved = fetch.here = True
+            self._note_list(fetch, missing)
             if self._inline:
                 gathered = self._tiers.gather(fetch.layer, fetch.part, missing, window.shape)
                 self._land(fetch, gathered)
@@ -217,7 +223,7 @@ class TieredStages:
     def _land(self, fetch: Fetch, gathered: Gathered | None) -> None:
         at = fetch.part.cohort
         if gathered is not None:
-            begun = time.perf_counter()
+            begun = self._working()
             self._state.windows[at] = self._tiers.write(
                 fetch.layer, fetch.part, gathered, self._state.windows[at]
             )
@@ -235,7 +241,7 @@ class TieredStages:
     def compute(
         self, layer: int, cohort: Cohort, hidden: Hiddens, fetches: Sequence[Fetch]
     ) -> Hiddens:
-        begun = time.perf_counter()
+        begun = self._working()
         hidden, k, v = compute_stage(
             self._spec,
             self._tools.model.layers[layer],
@@ -253,16 +259,34 @@ class TieredStages:
         return hidden
 
     def wait(self, fetches: Sequence[Fetch]) -> None:
-        begun = time.perf_counter()
+        if self._waiting is None:
+            self._waiting = time.perf_counter()
         gathering = any(fetch.arrives is not None and not fetch.landed for fetch in fetches)
         if self._watched and not gathering:
             self._watched[0].output.block_until_ready()
         else:
             self._bell.wait(POLL_S if self._watched or not gathering else None)
         self.observe()
-        self._tools.timeline.span("engine", "wait", begun, time.perf_counter())
 
-    # What the device did when
+    # What ran when
+
+    def _working(self) -> float:
+        """The engine has something to do, from now on."""
+        now = time.perf_counter()
+        if self._waiting is not None:
+            self._tools.timeline.span("engine", "wait", self._waiting, now)
+            self._waiting = None
+        return now
+
+    def _note_list(self, fetch: Fetch, missing: np.ndarray[Any, Any]) -> None:
+        """A miss list has arrived: what was hit is known."""
+        begun, part = self._working(), fetch.part
+        misses = int(np.count_nonzero(missing[0] >= 0))
+        hits = int(self._taken[part.first : part.last].sum()) - misses
+        self._tools.timeline.span(
+            "engine", "miss list", begun, time.perf_counter(), fetch.layer, part.number,
+            part.cohort, hits=hits, misses=misses,
+        )  # fmt: skip
 
     def _dispatched(
         self, name: str, layer: int, part: int, cohort: int, output: jax.Array, begun: float
@@ -271,16 +295,31 @@ class TieredStages:
         self._watched.append(_Watched(name, layer, part, cohort, output, now))
         self._tools.timeline.span("engine", f"dispatch {name}", begun, now, layer, part, cohort)
 
-    def observe(self, *, everything: bool = False) -> None:
-        """Take note of what the device has finished; ``everything``: it has finished all."""
-        while self._watched and (everything or is_ready(self._watched[0].output)):
-            seen = self._watched.popleft()
-            now = time.perf_counter()
-            start = min(max(seen.dispatched, self._device_end), now)
-            self._tools.timeline.span(
-                "device", seen.name, start, now, seen.layer, seen.part, seen.cohort
-            )
-            self._device_end = now
+    def observe(self) -> None:
+        """Take note of what the device has finished."""
+        while self._watched and is_ready(self._watched[0].output):
+            self._seen()
+
+    def finish(self, logits: jax.Array) -> None:
+        """Wait for the rest of a step, and take note of it."""
+        begun = self._working()
+        while self._watched:
+            self._watched[0].output.block_until_ready()
+            self._seen()
+        after = self._device_end
+        logits.block_until_ready()
+        now = time.perf_counter()
+        self._tools.timeline.span("device", "logits", after, now)
+        self._tools.timeline.span("engine", "wait", begun, now)
+        self._device_end = now
+
+    def _seen(self) -> None:
+        seen, now = self._watched.popleft(), time.perf_counter()
+        start = min(max(seen.dispatched, self._device_end), now)
+        self._tools.timeline.span(
+            "device", seen.name, start, now, seen.layer, seen.part, seen.cohort
+        )
+        self._device_end = now
 
     def close(self) -> None:
         """Nothing more will be dispatched."""
