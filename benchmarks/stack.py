@@ -39,6 +39,7 @@ from kvdrive_jax.models.weights import load_pretrained
 from kvdrive_jax.plan import Plan, plan_batch
 from kvdrive_jax.telemetry import Ledger, RowCounts, StageClock, Traffic
 from kvdrive_jax.tiers.link import Links
+from kvdrive_jax.timeline import Lane, Span, Timeline
 
 Array = np.ndarray[Any, Any]
 VOCABULARY = 64
@@ -173,6 +174,60 @@ def with_recorded(model: Model, source: StackKV) -> Model:
     return Model(static, layers, model.ends, model.digest)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSpans:
+    """What ran in one step, from ``start`` to ``end``, in seconds of ``time.perf_counter``."""
+
+    start: float
+    end: float
+    spans: tuple[Span, ...]
+
+    def busy_s(self, lane: Lane, *names: str) -> float:
+        """Seconds in which spans of a lane ran (of these names, if any are given); spans that
+        overlap count once."""
+        of = sorted(
+            (span.start, span.end)
+            for span in self.spans
+            if span.lane == lane and (not names or span.name in names)
+        )
+        total, until = 0.0, self.start
+        for start, end in of:
+            total += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return total
+
+
+class KeptTimeline(Timeline):
+    """A timeline whose spans can be looked at afterwards, step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[StepSpans] = []
+        self._kept: list[Span] = []
+
+    def span(
+        self,
+        lane: Lane,
+        name: str,
+        start: float,
+        end: float,
+        layer: int = -1,
+        micro_batch: int = -1,
+        cohort: int = -1,
+        nbytes: int = 0,
+        hits: int = -1,
+        misses: int = -1,
+    ) -> None:
+        """See `Timeline`."""
+        one = Span(lane, name, start, end, layer, micro_batch, cohort, nbytes, hits, misses)
+        self._kept.append(one)
+
+    def end_step(self, start: float, end: float) -> None:
+        """See `Timeline`."""
+        self.steps.append(StepSpans(start=start, end=end, spans=tuple(self._kept)))
+        self._kept = []
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StackRun:
     """What a run took.
@@ -180,7 +235,7 @@ class StackRun:
     step_s: wall time of each step; digests: of each step's logits; logits: [steps, B, V] float32,
     which a tiny vocabulary makes a summary of hidden states; bytes: moved in all steps, by
     direction; selected, missed: chunks in all steps, by session; stage_s: as the engine's thread
-    saw it; setup_s: until the first step; timeline: its totals, {} where it keeps none.
+    saw it; setup_s: until the first step; spans: what ran in each step.
     """
 
     step_s: list[float]
@@ -192,7 +247,7 @@ class StackRun:
     stage_s: dict[str, float]
     setup_s: float
     plan: Plan
-    timeline: dict[str, Any]
+    spans: list[StepSpans]
 
     @property
     def digest(self) -> str:
@@ -228,7 +283,6 @@ class StackRun:
             },
             "setup_s": self.setup_s,
             "digest": self.digest,
-            "timeline": self.timeline,
         }
 
 
@@ -287,6 +341,7 @@ class _Session:
         self._start = time.perf_counter()
         self._plan = plan = stack.plan(config)
         plan.require()
+        self._timeline = KeptTimeline()
         self._tools = Tools(
             model=stack.model,
             config=config,
@@ -294,6 +349,7 @@ class _Session:
             traffic=Traffic(),
             clock=StageClock(),
             links=links,
+            timeline=self._timeline,
         )
         rope = stack.weights.config.rope
         batch = len(stack.contexts)
@@ -319,7 +375,7 @@ class _Session:
             raise
 
     def run(self, steps: int, warm_up: int) -> StackRun:
-        tools, rows, batch = self._tools, self._rows, len(self._rows.active)
+        rows, batch = self._rows, len(self._rows.active)
         times: list[float] = []
         outputs: list[Array] = []
         setup = time.perf_counter() - self._start
@@ -333,7 +389,9 @@ class _Session:
 
                 logits = self._method.step(tokens[step % VOCABULARY])
                 outputs.append(np.asarray(logits, np.float32))
-                times.append(time.perf_counter() - start)
+                end = time.perf_counter()
+                times.append(end - start)
+                self._timeline.end_step(start, end)
                 rows.length[rows.active] += 1
                 if self._method.failed:
                     raise RuntimeError(f"KV was lost: {self._method.failed}")
@@ -343,7 +401,6 @@ class _Session:
             after = self._counters()
         finally:
             self._method.close()
-        totals = getattr(tools.timeline, "totals", None)
         return StackRun(
             step_s=times[warm_up:],
             digests=[hashlib.sha256(output.tobytes()).hexdigest() for output in outputs],
@@ -354,7 +411,7 @@ class _Session:
             stage_s={name: after[3][name] - value for name, value in before[3].items()},
             setup_s=setup,
             plan=self._plan,
-            timeline=totals() if callable(totals) else totals or {},
+            spans=self._timeline.steps[warm_up:],
         )
 
     def _counters(self) -> tuple[dict[str, int], list[int], list[int], dict[str, float]]:
