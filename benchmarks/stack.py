@@ -29,6 +29,7 @@ from benchmarks.common import MIB, numbers, table
 from benchmarks.stack_kv import HeadShape, StackKV, make_kv
 from kvdrive_jax.config import KVDriveConfig, RetrievalConfig, TierConfig, WindowConfig
 from kvdrive_jax.methods.base import BatchRows, Tools, int32
+from kvdrive_jax.methods.kvdrive import KVDrive
 from kvdrive_jax.methods.table import METHODS
 from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.models.decoder import DecoderLayer
@@ -36,6 +37,7 @@ from kvdrive_jax.models.model import Leaves, Model, ModuleDef, define
 from kvdrive_jax.models.presets import preset
 from kvdrive_jax.models.rope import RopeConfig, inverse_frequencies
 from kvdrive_jax.models.weights import load_pretrained
+from kvdrive_jax.pipeline.parts import Arrangement
 from kvdrive_jax.plan import Plan, plan_batch
 from kvdrive_jax.telemetry import Ledger, RowCounts, StageClock, Traffic
 from kvdrive_jax.tiers.link import Links
@@ -43,6 +45,8 @@ from kvdrive_jax.timeline import Lane, Span, Timeline
 
 Array = np.ndarray[Any, Any]
 VOCABULARY = 64
+WARM_UP = 2
+"""Steps of a run that are not timed."""
 SHAPES = ("llama-3-8b", "smollm2", "tiny")
 
 
@@ -234,8 +238,8 @@ class StackRun:
 
     step_s: wall time of each step; digests: of each step's logits; logits: [steps, B, V] float32,
     which a tiny vocabulary makes a summary of hidden states; bytes: moved in all steps, by
-    direction; selected, missed: chunks in all steps, by session; stage_s: as the engine's thread
-    saw it; setup_s: until the first step; spans: what ran in each step.
+    direction; selected, missed: chunks in all steps, by session; setup_s: until the first step;
+    spans: what ran in each step.
     """
 
     step_s: list[float]
@@ -244,7 +248,6 @@ class StackRun:
     bytes: dict[str, int]
     selected: list[int]
     missed: list[int]
-    stage_s: dict[str, float]
     setup_s: float
     plan: Plan
     spans: list[StepSpans]
@@ -269,6 +272,26 @@ class StackRun:
         """Of all sessions, by the median step."""
         return self.logits.shape[1] / self.median_s
 
+    def stage_s(self) -> dict[str, float]:
+        """Seconds of a step (mean) in which each stage ran: select and compute on the device, pages
+        gathered, carried and written; and in which the device ran nothing."""
+        lanes: dict[str, tuple[Lane, tuple[str, ...]]] = {
+            "select": ("device", ("select",)),
+            "compute": ("device", ("compute",)),
+            "write": ("device", ("write",)),
+            "gather": ("host gather", ()),
+            "transfer": ("DRAM->HBM", ()),
+            "read": ("SSD->DRAM", ()),
+            "device": ("device", ()),
+        }
+        steps = len(self.spans)
+        found = {
+            stage: sum(step.busy_s(lane, *names) for step in self.spans) / steps
+            for stage, (lane, names) in lanes.items()
+        }
+        wall = sum(step.end - step.start for step in self.spans) / steps
+        return {**found, "device idle": wall - found.pop("device"), "wall": wall}
+
     def summary(self) -> dict[str, Any]:
         """Plain values for a result."""
         steps = len(self.step_s)
@@ -278,9 +301,7 @@ class StackRun:
             "tokens_per_s": self.tokens_per_s,
             "hit_rate": self.hit_rate,
             "bytes_per_step": {name: count / steps for name, count in self.bytes.items() if count},
-            "stage_ms_per_step": {
-                name: 1e3 * seconds / steps for name, seconds in self.stage_s.items() if seconds
-            },
+            "stage_ms_per_step": {name: 1e3 * s for name, s in self.stage_s().items()},
             "setup_s": self.setup_s,
             "digest": self.digest,
         }
@@ -320,26 +341,35 @@ class Stack:
             digest=self.weights.digest,
         )
 
+    def open(self, config: KVDriveConfig, links: Links | None = None) -> Session:
+        """A fresh batch, all prompts handed in. Raises BudgetError as the engine does."""
+        return Session(self, config, links or Links())
+
     def run(
         self,
         config: KVDriveConfig,
         *,
         links: Links | None = None,
         steps: int | None = None,
-        warm_up: int = 2,
+        warm_up: int = WARM_UP,
     ) -> StackRun:
-        """Steps of a fresh batch.
-
-        warm_up: of the steps, how many are not in times, bytes and counts (digests have them).
-        Raises BudgetError as the engine does, RuntimeError when a session's KV is lost.
-        """
-        return _Session(self, config, links or Links()).run(steps or self.steps, warm_up)
+        """Steps of a fresh batch; see `Session.run`."""
+        with self.open(config, links) as session:
+            return session.run(steps, warm_up=warm_up)
 
 
-class _Session:
+class Session:
+    """A batch that is decoded as often as one likes, always from the end of its prompts; a context
+    manager.
+
+    Windows stay as the last run left them: what is compared with another run should come after a
+    run that is not counted.
+    """
+
     def __init__(self, stack: Stack, config: KVDriveConfig, links: Links) -> None:
-        self._start = time.perf_counter()
-        self._plan = plan = stack.plan(config)
+        start = time.perf_counter()
+        self._stack, self._plan = stack, stack.plan(config)
+        plan = self._plan
         plan.require()
         self._timeline = KeptTimeline()
         self._tools = Tools(
@@ -361,46 +391,52 @@ class _Session:
             attention_factor=row_numbers(batch),
             counts=[RowCounts() for _ in range(batch)],
         )
-        self._method = METHODS[config.method](self._tools, plan, self._rows)
+        self.method = METHODS[config.method](self._tools, plan, self._rows)
         try:
             # A layer of all sessions at a time: their KV comes from the same texts.
             for layer in range(stack.weights.config.num_layers):
                 for row in range(batch):
                     prompt = stack.source.prompt(row, layer, plan.shape.prompt_capacity)
-                    self._method.absorb(row, layer, prompt)
-                    self._method.settle()
-            self._method.finish_prefill()
+                    self.method.absorb(row, layer, prompt)
+                    self.method.settle()
+            self.method.finish_prefill()
         except BaseException:
-            self._method.close()
+            self.method.close()
             raise
+        self.setup_s = time.perf_counter() - start
 
-    def run(self, steps: int, warm_up: int) -> StackRun:
+    def arrange(self, micro_batch: int, cohorts: int) -> None:
+        """Cut the batch anew. ValueError for what the method does not do."""
+        assert isinstance(self.method, KVDrive)
+        self.method.arrange(Arrangement(micro_batch, cohorts))
+
+    def run(self, steps: int | None = None, *, warm_up: int = WARM_UP) -> StackRun:
+        """Steps from the end of the prompts on.
+
+        warm_up: of the steps, how many are not in times, bytes and counts (digests have them).
+        Raises RuntimeError when a session's KV is lost.
+        """
         rows, batch = self._rows, len(self._rows.active)
+        rows.length[:] = self._stack.contexts
+        self._timeline.steps = []
         times: list[float] = []
         outputs: list[Array] = []
-        setup = time.perf_counter() - self._start
-        tokens = [int32(np.arange(batch) * 7 + step) for step in range(VOCABULARY)]
+        tokens = [int32((np.arange(batch) * 7 + step) % VOCABULARY) for step in range(VOCABULARY)]
         before = self._counters()
-        try:
-            for step in range(steps):
-                if step == warm_up:
-                    before = self._counters()
-                start = time.perf_counter()
-
-                logits = self._method.step(tokens[step % VOCABULARY])
-                outputs.append(np.asarray(logits, np.float32))
-                end = time.perf_counter()
-                times.append(end - start)
-                self._timeline.end_step(start, end)
-                rows.length[rows.active] += 1
-                if self._method.failed:
-                    raise RuntimeError(f"KV was lost: {self._method.failed}")
-            for row in range(batch):
-                rows.active[row] = False
-                self._method.retire(row)
-            after = self._counters()
-        finally:
-            self._method.close()
+        for step in range(steps or self._stack.steps):
+            if step == warm_up:
+                before = self._counters()
+            start = time.perf_counter()
+            logits = self.method.step(tokens[step % VOCABULARY])
+            outputs.append(np.asarray(logits, np.float32))
+            end = time.perf_counter()
+            self.method.after_step()
+            times.append(end - start)
+            self._timeline.end_step(start, end)
+            rows.length += 1
+            if self.method.failed:
+                raise RuntimeError(f"KV was lost: {self.method.failed}")
+        after = self._counters()
         return StackRun(
             step_s=times[warm_up:],
             digests=[hashlib.sha256(output.tobytes()).hexdigest() for output in outputs],
@@ -408,20 +444,31 @@ class _Session:
             bytes={name: after[0][name] - count for name, count in before[0].items()},
             selected=[a - b for a, b in zip(after[1], before[1], strict=True)],
             missed=[a - b for a, b in zip(after[2], before[2], strict=True)],
-            stage_s={name: after[3][name] - value for name, value in before[3].items()},
-            setup_s=setup,
+            setup_s=self.setup_s,
             plan=self._plan,
             spans=self._timeline.steps[warm_up:],
         )
 
-    def _counters(self) -> tuple[dict[str, int], list[int], list[int], dict[str, float]]:
+    def _counters(self) -> tuple[dict[str, int], list[int], list[int]]:
         counts = self._rows.counts
         return (
             {str(name): count for name, count in self._tools.traffic.snapshot().items()},
             [count.selected_chunks for count in counts],
             [count.missed_chunks for count in counts],
-            {str(name): value for name, value in self._tools.clock.snapshot().items()},
         )
+
+    def close(self) -> None:
+        """Give back everything."""
+        for row in range(len(self._rows.active)):
+            self._rows.active[row] = False
+            self.method.retire(row)
+        self.method.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def same_outputs(runs: dict[str, StackRun]) -> None:
@@ -495,9 +542,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ["until the first step", f"{run.setup_s:.1f} s"],
         ["digest", run.digest],
     ]
-    rows += [
-        [name, f"{1e3 * seconds / len(run.step_s):.1f} ms"] for name, seconds in run.stage_s.items()
-    ]
+    rows += [[name, f"{1e3 * seconds:.1f} ms"] for name, seconds in run.stage_s().items()]
     print(table(["", ""], rows))
     return 0
 
