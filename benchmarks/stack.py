@@ -4,307 +4,46 @@
 
 A stack is as many decoder layers of a model's shape as memory holds, with random weights (or the
 bundled model with its own). The method is driven as the engine drives it: plan, prompts handed in
-layer by layer, then steps. What is not the engine's: prompts come from `stack_kv`, and so do the
-new token's queries, keys and values. The projections are computed all the same, and cost what they
-cost; then the recorded ones take their place, so that selections recur from step to step as they
-do in a real model and never depend on the random weights.
+layer by layer, then steps. What is not the engine's: prompts and new tokens come from `stack_kv`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import MIB, numbers, table
-from benchmarks.stack_kv import HeadShape, StackKV, make_kv
+from benchmarks.stack_kv import make_kv
+from benchmarks.stack_model import (
+    SHAPES,
+    VOCABULARY,
+    head_shape,
+    row_numbers,
+    stack_model,
+    with_recorded,
+)
+from benchmarks.stack_run import KeptTimeline, StackRun
 from kvdrive_jax.config import KVDriveConfig, RetrievalConfig, TierConfig, WindowConfig
 from kvdrive_jax.methods.base import BatchRows, Tools, int32
 from kvdrive_jax.methods.kvdrive import KVDrive
 from kvdrive_jax.methods.table import METHODS
-from kvdrive_jax.models.config import ModelConfig
-from kvdrive_jax.models.decoder import DecoderLayer
-from kvdrive_jax.models.model import Leaves, Model, ModuleDef, define
-from kvdrive_jax.models.presets import preset
-from kvdrive_jax.models.rope import RopeConfig, inverse_frequencies
-from kvdrive_jax.models.weights import load_pretrained
+from kvdrive_jax.models.model import Model
+from kvdrive_jax.models.rope import inverse_frequencies
 from kvdrive_jax.pipeline.parts import Arrangement
 from kvdrive_jax.plan import Plan, plan_batch
 from kvdrive_jax.telemetry import Ledger, RowCounts, StageClock, Traffic
 from kvdrive_jax.tiers.link import Links
-from kvdrive_jax.timeline import Lane, Span, Timeline
 
 Array = np.ndarray[Any, Any]
-VOCABULARY = 64
 WARM_UP = 2
 """Steps of a run that are not timed."""
-SHAPES = ("llama-3-8b", "smollm2", "tiny")
-
-
-class RecordedLayer:
-    """A decoder layer whose new token is a recorded one; its own is computed too."""
-
-    def __init__(self, layer: DecoderLayer, bank: Leaves) -> None:
-        self._layer = layer
-        *self._bank, self._base = bank
-
-    def attention_inputs(
-        self,
-        hidden: jax.Array,
-        positions: jax.Array,
-        inv_freq: jax.Array,
-        attention_factor: jax.Array,
-    ) -> tuple[jax.Array, ...]:
-        """As ``DecoderLayer.attention_inputs``, for hidden [b, E]: some rows of the batch.
-
-        attention_factor: [b], which row of the batch each is (`row_numbers`).
-        """
-        own = self._layer.attention_inputs(hidden, positions, inv_freq, attention_factor)
-        row = attention_factor.astype(jnp.int32) - 1
-        step = jnp.clip(positions - self._base[row], 0, self._bank[0].shape[1] - 1)
-        # A choice by value: XLA can neither leave the projection out nor change a recorded bit.
-        return tuple(
-            jnp.where(jnp.isfinite(real), recorded[row, step], real)
-            for real, recorded in zip(own, self._bank, strict=True)
-        )
-
-    def after_attention(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
-        """As ``DecoderLayer.after_attention``."""
-        return self._layer.after_attention(hidden, attended)
-
-
-def row_numbers(batch: int) -> jax.Array:
-    """[B] float32, for ``BatchRows.attention_factor``: 1 for the first row. It is the one value
-    that stages take along for each row and that recorded tokens do not need for what it is."""
-    return jnp.arange(1, batch + 1, dtype=jnp.float32)
-
-
-@dataclass(frozen=True)
-class RecordedDef(ModuleDef):
-    """A layer's structure whose leaves go on with the bank: q [B, S, H, D], k and v [B, S, K, D],
-    base [B] int32."""
-
-    def merge(self, leaves: Leaves) -> Any:
-        """The layer, inside a compiled function."""
-        own = len(self.names)
-        return RecordedLayer(super().merge(leaves[:own]), leaves[own:])
-
-
-def stack_config(shape: str, layers: int, positions: int) -> ModelConfig:
-    """``layers`` layers of a model's shape, a tiny vocabulary. ValueError for another shape."""
-    if shape == "llama-3-8b":
-        whole = preset("Llama-3-8B-Instruct-Gradient-1048k")
-    elif shape == "tiny":
-        whole = ModelConfig(
-            architecture="llama",
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=96,
-            num_layers=layers,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            rms_norm_eps=1e-5,
-            max_positions=positions,
-            rope=RopeConfig(theta=1e4, rotary_dim=32),
-        )
-    else:
-        raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
-    return dataclasses.replace(
-        whole, num_layers=layers, vocab_size=VOCABULARY, max_positions=positions
-    )
-
-
-def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
-    """Random weights of the size that keeps activations near one."""
-    static, layer, ends = define(config, dtype)
-    draw = np.random.default_rng(seed)
-
-    def make(leaf: Any) -> jax.Array:
-        if len(leaf.shape) == 1:
-            return jnp.ones(leaf.shape, leaf.dtype)
-        values = draw.standard_normal(leaf.shape, np.float32)
-        values *= leaf.shape[0] ** -0.5
-        return jnp.asarray(values.astype(leaf.dtype))
-
-    layers = tuple(tuple(make(leaf) for leaf in layer) for _ in range(config.num_layers))
-    return Model(static, layers, tuple(make(leaf) for leaf in ends), f"stack-{seed}")
-
-
-def stack_model(shape: str, layers: int, dtype: str, positions: int) -> Model:
-    """The model of a stack; ``smollm2`` is the bundled one, its first layers with their weights."""
-    if shape != "smollm2":
-        return random_model(stack_config(shape, layers, positions), dtype)
-    whole = load_pretrained("demo", dtype)
-    config = dataclasses.replace(
-        whole.config,
-        num_layers=min(layers, whole.config.num_layers),
-        max_positions=max(positions, whole.config.max_positions),
-    )
-    static = dataclasses.replace(whole.static, config=config)
-    return Model(static, whole.layers[: config.num_layers], whole.ends, whole.digest)
-
-
-def head_shape(model: Model) -> HeadShape:
-    """What KV must have."""
-    config = model.config
-    return HeadShape(
-        layers=config.num_layers,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=model.dtype,
-    )
-
-
-def with_recorded(model: Model, source: StackKV) -> Model:
-    """The model with a bank of recorded tokens in each layer."""
-    definition = RecordedDef(model.layer_def.graph, model.layer_def.tree, model.layer_def.names)
-    static = dataclasses.replace(model.static, layer_def=definition)
-    base = int32(np.array(source.base))
-    layers = tuple(
-        (*leaves, *(jnp.asarray(array) for array in source.bank(layer)), base)
-        for layer, leaves in enumerate(model.layers)
-    )
-    return Model(static, layers, model.ends, model.digest)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSpans:
-    """What ran in one step, from ``start`` to ``end``, in seconds of ``time.perf_counter``."""
-
-    start: float
-    end: float
-    spans: tuple[Span, ...]
-
-    def busy_s(self, lane: Lane, *names: str) -> float:
-        """Seconds in which spans of a lane ran (of these names, if any are given); spans that
-        overlap count once."""
-        of = sorted(
-            (span.start, span.end)
-            for span in self.spans
-            if span.lane == lane and (not names or span.name in names)
-        )
-        total, until = 0.0, self.start
-        for start, end in of:
-            total += max(0.0, end - max(start, until))
-            until = max(until, end)
-        return total
-
-
-class KeptTimeline(Timeline):
-    """A timeline whose spans can be looked at afterwards, step by step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[StepSpans] = []
-        self._kept: list[Span] = []
-
-    def span(
-        self,
-        lane: Lane,
-        name: str,
-        start: float,
-        end: float,
-        layer: int = -1,
-        micro_batch: int = -1,
-        cohort: int = -1,
-        nbytes: int = 0,
-        hits: int = -1,
-        misses: int = -1,
-    ) -> None:
-        """See `Timeline`."""
-        one = Span(lane, name, start, end, layer, micro_batch, cohort, nbytes, hits, misses)
-        self._kept.append(one)
-
-    def end_step(self, start: float, end: float) -> None:
-        """See `Timeline`."""
-        self.steps.append(StepSpans(start=start, end=end, spans=tuple(self._kept)))
-        self._kept = []
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StackRun:
-    """What a run took.
-
-    step_s: wall time of each step; digests: of each step's logits; logits: [steps, B, V] float32,
-    which a tiny vocabulary makes a summary of hidden states; bytes: moved in all steps, by
-    direction; selected, missed: chunks in all steps, by session; setup_s: until the first step;
-    spans: what ran in each step.
-    """
-
-    step_s: list[float]
-    digests: list[str]
-    logits: Array
-    bytes: dict[str, int]
-    selected: list[int]
-    missed: list[int]
-    setup_s: float
-    plan: Plan
-    spans: list[StepSpans]
-
-    @property
-    def digest(self) -> str:
-        """Of everything the steps computed."""
-        return hashlib.sha256("".join(self.digests).encode()).hexdigest()[:16]
-
-    @property
-    def hit_rate(self) -> float:
-        """Of all sessions."""
-        return 1 - sum(self.missed) / max(1, sum(self.selected))
-
-    @property
-    def median_s(self) -> float:
-        """Of a step."""
-        return float(np.median(self.step_s))
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all sessions, by the median step."""
-        return self.logits.shape[1] / self.median_s
-
-    def stage_s(self) -> dict[str, float]:
-        """Seconds of a step (mean) in which each stage ran: select and compute on the device, pages
-        gathered, carried and written; and in which the device ran nothing."""
-        lanes: dict[str, tuple[Lane, tuple[str, ...]]] = {
-            "select": ("device", ("select",)),
-            "compute": ("device", ("compute",)),
-            "write": ("device", ("write",)),
-            "gather": ("host gather", ()),
-            "transfer": ("DRAM->HBM", ()),
-            "read": ("SSD->DRAM", ()),
-            "device": ("device", ()),
-        }
-        steps = len(self.spans)
-        found = {
-            stage: sum(step.busy_s(lane, *names) for step in self.spans) / steps
-            for stage, (lane, names) in lanes.items()
-        }
-        wall = sum(step.end - step.start for step in self.spans) / steps
-        return {**found, "device idle": wall - found.pop("device"), "wall": wall}
-
-    def summary(self) -> dict[str, Any]:
-        """Plain values for a result."""
-        steps = len(self.step_s)
-        return {
-            "step_ms": [round(1e3 * value, 3) for value in self.step_s],
-            "median_ms": 1e3 * self.median_s,
-            "tokens_per_s": self.tokens_per_s,
-            "hit_rate": self.hit_rate,
-            "bytes_per_step": {name: count / steps for name, count in self.bytes.items() if count},
-            "stage_ms_per_step": {name: 1e3 * s for name, s in self.stage_s().items()},
-            "setup_s": self.setup_s,
-            "digest": self.digest,
-        }
 
 
 class Stack:
@@ -369,6 +108,7 @@ class Session:
     def __init__(self, stack: Stack, config: KVDriveConfig, links: Links) -> None:
         start = time.perf_counter()
         self._stack, self._plan = stack, stack.plan(config)
+        self.contexts = stack.contexts
         plan = self._plan
         plan.require()
         self._timeline = KeptTimeline()
@@ -469,24 +209,6 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def same_outputs(runs: dict[str, StackRun]) -> None:
-    """RuntimeError unless every run computed the same, bit for bit."""
-    names = list(runs)
-    first = runs[names[0]]
-    for name in names[1:]:
-        other = runs[name]
-        if other.digests != first.digests:
-            step = next(
-                i
-                for i, (a, b) in enumerate(zip(first.digests, other.digests, strict=True))
-                if a != b
-            )
-            worst = float(np.abs(first.logits - other.logits).max())
-            raise RuntimeError(
-                f"{name} computed something else than {names[0]} from step {step} on, by {worst:g}"
-            )
 
 
 def parser() -> argparse.ArgumentParser:
