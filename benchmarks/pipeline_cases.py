@@ -198,11 +198,8 @@ def shortest_s(step: StepSpans) -> float:
         chain = 0.0
         for layer in {span.layer for span in spans if span.layer >= 0}:
             at = [span for span in spans if span.layer == layer]
-            selects = [
-                span.end - span.start
-                for span in at
-                if _is(span, "select") and span.cohort == cohort
-            ]
+            own = [span for span in at if span.cohort == cohort]
+            selects = [span.end - span.start for span in own if _is(span, "select")]
             fetches: dict[int, float] = {}
             for span in at:
                 if span.lane in ("host gather", "DRAM->HBM"):

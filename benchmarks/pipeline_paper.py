@@ -50,12 +50,10 @@ def fig4(options: argparse.Namespace, machine: Machine) -> tuple[Figures, Shown]
     like: Stack | None = None
     for context in options.context or [60_000, 122_880]:
         for batch in options.batch or [4, 8]:
-            probe = like or make_stack(options, [256])
-            if not enough_memory(
-                kv_bytes(options, probe, context, batch), f"{batch} x {context:,}"
-            ):
+            like, fits = stack_for(options, like, context, batch)
+            if not fits:
                 continue
-            stack = like = make_stack(options, [context] * batch, like=probe)
+            stack = like
             for name, rule in RULES.items():
                 config = configure(options, batch, window=1.0, **rule)
                 with opened(stack, config, machine.links()) as session:
