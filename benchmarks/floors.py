@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from benchmarks.common import table
 from kvdrive_jax.models.presets import PRESETS
 from kvdrive_jax.plan.hardware import HARDWARE, Hardware
+from kvdrive_jax.plan.names import SHORT, model_named, parse_tokens
 from kvdrive_jax.plan.work import (
     Case,
     Part,
@@ -32,12 +33,6 @@ from kvdrive_jax.plan.work import (
     scoring,
 )
 
-MODELS = {
-    "llama-3-8b": "Llama-3-8B-Instruct-Gradient-1048k",
-    "qwen3-8b": "Qwen3-8B",
-    "qwen3-14b": "Qwen3-14B",
-    "phi-4-mini": "Phi-4-mini-instruct",
-}
 INDEXES = (
     ("clusters", 1), ("bounds:4", 1), ("chunks:4", 1), ("chunks:2", 1), ("moments:8", 1),
     ("moments:4", 1), ("moments:2", 1), ("moments:4", 4), ("moments:2", 4), ("moments:2", 16),
@@ -150,13 +145,12 @@ def index_table(case: Case, gpu: Hardware) -> str:
     return table(header, rows)
 
 
-def parse_tokens(text: str) -> int:
-    """``128K`` is 131,072."""
-    scale = {"K": 1024, "M": 1024**2}.get(text[-1:].upper(), 1)
-    digits = text[:-1] if scale > 1 else text
-    if not digits.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected tokens such as 32768, 128K or 1M, got {text!r}")
-    return int(digits) * scale
+def tokens(text: str) -> int:
+    """`parse_tokens` for argparse."""
+    try:
+        return parse_tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -166,8 +160,8 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--model", default="llama-3-8b", choices=[*MODELS, *MODELS.values()])
-    made.add_argument("--context", default="128K", type=parse_tokens)
+    made.add_argument("--model", default="llama-3-8b", choices=[*SHORT, *PRESETS])
+    made.add_argument("--context", default="128K", type=tokens)
     made.add_argument("--batch", default=8, type=int)
     made.add_argument("--budget", default=2048, type=int, help="tokens per kv head and step")
     made.add_argument("--hit-rate", default=0.9, type=float)
@@ -183,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         case = Case(
-            model=PRESETS[MODELS.get(options.model, options.model)],
+            model=model_named(options.model),
             context=options.context,
             batch=options.batch,
             budget=options.budget,

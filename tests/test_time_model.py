@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from kvdrive_jax.plan.hardware import HARDWARE, Hardware, hardware, sustained
 from kvdrive_jax.plan.simulate import Cohort, MicroBatch, StepTimes, simulate
 
-PART = MicroBatch(
-    select=2.0, miss_list=0.5, gather=1.0, transfer=3.0, latency=0.25, write=0.5
-)  # fetch: 4.25
+PART = MicroBatch(select=2.0, miss_list=0.5, gather=1.0, transfer=3.25, write=0.5)  # fetch: 4.25
 BATCH = Cohort(micro_batches=(PART,), compute=4.0)
 
 
@@ -90,8 +88,8 @@ def test_workers_gather_side_by_side_and_the_ssd_reads_one_at_a_time() -> None:
 def test_speculative_fetches_during_compute() -> None:
     cohort = Cohort(micro_batches=(MicroBatch(select=1.0, transfer=3.0),), compute=3.0)
     found = simulate(times(cohort, layers=4), "speculative")
-    # The first fetch shows; then one layer's select and compute at a time.
-    assert found.wall == 1 + 3 + 3 * (1 + 3) + 3
+    # Only the first fetch shows: the second one runs while layer 0 computes from 4 to 7, and so on.
+    assert found.wall == 1 + 3 + 3 + (1 + 3) + (1 + 3) + 3
     assert simulate(times(cohort, layers=4)).wall == 4 * 7
 
 
@@ -104,7 +102,6 @@ parts = st.builds(
     ssd_latency=seconds,
     gather=seconds,
     transfer=seconds,
-    latency=seconds,
     write=seconds,
 )
 
@@ -137,7 +134,7 @@ def test_no_step_beats_its_bound_nor_loses_to_the_sum(step: StepTimes, schedule:
     assert found.bound >= found.critical_path
     assert found.wall >= found.busy["host gather"] / step.workers - near
     parts = [part for layer in step.layers for cohort in layer for part in cohort.micro_batches]
-    latencies = sum(part.miss_list + part.latency + part.ssd_latency for part in parts)
+    latencies = sum(part.miss_list + part.ssd_latency for part in parts)
     assert found.wall <= sum(found.busy.values()) + latencies + near
     assert found.wall - found.busy["device"] == pytest.approx(sum(found.stalls.values()), abs=1e-6)
 

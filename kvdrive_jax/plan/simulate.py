@@ -29,8 +29,9 @@ class MicroBatch:
     """Seconds of select and fetch of one micro-batch in one layer.
 
     select, write: on the device; miss_list: until the host has the ids; ssd: of the link from SSD;
-    ssd_latency: after it; gather: of one worker; transfer: of the link to HBM; latency: after it.
-    Nothing is fetched where ssd, gather and transfer are 0.
+    ssd_latency: after it; gather: of one worker; transfer: of the link to HBM. Nothing of these is
+    fetched where ssd, gather and transfer are 0. direct: of a fetch by the device itself, which
+    needs neither list nor host.
     """
 
     select: float
@@ -39,8 +40,8 @@ class MicroBatch:
     ssd_latency: float = 0.0
     gather: float = 0.0
     transfer: float = 0.0
-    latency: float = 0.0
     write: float = 0.0
+    direct: float = 0.0
 
     def __post_init__(self) -> None:
         for name in (one.name for one in fields(self)):
@@ -58,7 +59,7 @@ class MicroBatch:
         if not self.fetches:
             return 0.0
         from_ssd = self.ssd + self.ssd_latency if self.ssd else 0.0
-        return from_ssd + self.gather + self.transfer + self.latency
+        return from_ssd + self.gather + self.transfer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +198,7 @@ def simulate(times: StepTimes, schedule: ScheduleName = "overlapped") -> Simulat
     """Play one step through.
 
     ``sequential`` is ``overlapped`` with one micro-batch and one cohort. ``speculative`` selects
-    for layer l + 1 from the input of layer l, before compute of layer l is dispatched.
+    for layer l + 1 from the input of layer l, as soon as that is dispatched.
 
     Raises ValueError for an unknown schedule, or for ``sequential`` with more than one micro-batch.
     """
@@ -222,6 +223,7 @@ class _Run:
         self.fetching = 0.0
         self.left = [[len(c.micro_batches) for c in layer] for layer in times.layers]
         self.cohorts_left = len(times.layers[0])
+        self.next = [0] * self.cohorts_left
 
     def result(self) -> Simulation:
         self.dispatch("embed", self.times.first, (), self.begin)
@@ -229,14 +231,16 @@ class _Run:
         busy = {lane: self.lanes[lane].busy for lane in LANES}
         chain = critical_path(self.times, speculative=self.speculative)
         layers = [cohort for layer in self.times.layers for cohort in layer]
-        select = sum(part.select for cohort in layers for part in cohort.micro_batches)
+        parts = [part for cohort in layers for part in cohort.micro_batches]
+        select = sum(part.select for part in parts)
+        direct = sum(part.direct for part in parts)
         return Simulation(
             wall=self.device_free,
             busy=busy,
             stages={
                 "select": select,
                 "fetch": self.fetching,
-                "compute": busy["device"] - select,
+                "compute": busy["device"] - select - direct,
             },
             stalls=self.stalls,
             critical_path=chain,
@@ -294,12 +298,21 @@ class _Run:
     def begin(self) -> None:
         for cohort in range(self.cohorts_left):
             self.select(0, cohort)
+            if self.speculative:
+                self.select(1, cohort)
 
     def select(self, layer: int, cohort: int) -> None:
+        if layer == len(self.times.layers):
+            return
         for part, micro in enumerate(self.times.layers[layer][cohort].micro_batches):
             at = (layer, cohort, part)
-            done = partial(self.selected, at, micro)
-            self.dispatch("select", micro.select, (), done=done, at=at)
+            if micro.direct:
+                self.dispatch("select", micro.select, (), at=at)
+                self.fetching += micro.direct
+                self.dispatch("fetch", micro.direct, (), partial(self.ready, at, ()), at=at)
+            else:
+                done = partial(self.selected, at, micro)
+                self.dispatch("select", micro.select, (), done=done, at=at)
 
     def selected(self, at: tuple[int, int, int], micro: MicroBatch) -> None:
         self.clock.after(micro.miss_list, partial(self.fetch, at, micro, self.clock.now))
@@ -338,9 +351,6 @@ class _Run:
 
         def transferred(start: float) -> None:
             self.span("DRAM->HBM", "transfer", start, at)
-            self.clock.after(micro.latency, landed)
-
-        def landed() -> None:
             waits.append(_Wait("DRAM->HBM", waits[-1].end, self.clock.now))
             self.fetching += micro.fetch
             self.dispatch("write", micro.write, waits, lambda: self.ready(at, waits), at=at)
@@ -351,18 +361,23 @@ class _Run:
         """One micro-batch has all its pages; with the last one, the cohort computes."""
         layer, cohort, _ = at
         self.left[layer][cohort] -= 1
+        if layer == self.next[cohort]:
+            self.compute(cohort, waits)
+
+    def compute(self, cohort: int, waits: Sequence[_Wait]) -> None:
+        layer = self.next[cohort]
         if self.left[layer][cohort]:
             return
-        following = layer + 1
-        last = following == len(self.times.layers)
-        if self.speculative and not last:
-            self.select(following, cohort)
+        self.next[cohort] += 1
 
         def dispatched() -> None:
-            if last:
+            if layer + 1 == len(self.times.layers):
                 self.finish()
-            elif not self.speculative:
-                self.select(following, cohort)
+            elif self.speculative:
+                self.select(layer + 2, cohort)
+                self.compute(cohort, ())
+            else:
+                self.select(layer + 1, cohort)
 
         seconds = self.times.layers[layer][cohort].compute
         self.dispatch("compute", seconds, waits, dispatched, at=(layer, cohort))
@@ -377,10 +392,10 @@ def critical_path(times: StepTimes, *, speculative: bool = False) -> float:
     """The longest chain of what must follow each other in a step, in seconds."""
     longest = 0.0
     for cohort in range(len(times.layers[0])):
-        computed = before = written = times.dispatch + times.first
-        for number, layer in enumerate(times.layers):
-            # Speculative: from the input of the layer before, once that one's pages are there.
-            start = max(before, written) if speculative and number else computed
+        computed = before = times.dispatch + times.first
+        for layer in times.layers:
+            # Speculative: from the input of the layer before.
+            start = before if speculative else computed
             written = max(start + _chain(part, times) for part in layer[cohort].micro_batches)
             before, computed = computed, max(written, computed) + layer[cohort].compute
         longest = max(longest, computed)
@@ -389,4 +404,6 @@ def critical_path(times: StepTimes, *, speculative: bool = False) -> float:
 
 def _chain(part: MicroBatch, times: StepTimes) -> float:
     """From the start of select until compute can start: the engine dispatches after the fetch."""
+    if part.direct:
+        return part.select + part.direct
     return part.select + part.miss_list + part.fetch + times.dispatch + part.write

@@ -71,6 +71,10 @@ class Case:
     itemsize: int = 2
 
     def __post_init__(self) -> None:
+        if self.itemsize not in (2, 4):
+            raise ValueError(f"itemsize must be 2 or 4 bytes, got {self.itemsize}")
+        if not self.window >= 0:
+            raise ValueError(f"window must be at least 0, got {self.window}")
         if not 0 <= self.hit_rate <= 1:
             raise ValueError(f"hit_rate must be from 0 to 1, got {self.hit_rate}")
         for name in ("context", "batch", "budget", "chunk_size"):
@@ -145,6 +149,14 @@ def _projected(model: ModelConfig) -> int:
 def _the_rest(model: ModelConfig) -> int:
     output = model.hidden_size * model.num_heads * model.head_dim
     return output + 3 * model.hidden_size * model.intermediate_size
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Stored parameters, without biases."""
+    ends = (1 if model.tied_embeddings else 2) * model.vocab_size * model.hidden_size
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    heads = 2 * model.num_layers * model.head_dim if model.qk_norm else 0
+    return ends + norms + heads + model.num_layers * weights_per_layer(model)
 
 
 def _product(case: Case, name: str, weights: int) -> Work:
