@@ -1,11 +1,11 @@
 """The model of time in figures: predictions of the paper's, and how well it predicts here.
 
-    python -m benchmarks.time_model fig11      attention on CPU and GPU, by hit rate (paper figure 11)
-    python -m benchmarks.time_model fig13      throughput on an L20 (paper figure 13), predicted
-    python -m benchmarks.time_model fig14      on H20 and RTX 4090 (figure 14), predicted
-    python -m benchmarks.time_model fig24      from one session to 16 (figure 24), predicted
-    python -m benchmarks.time_model hits       hit rates by window, for predictions, from traces
-    python -m benchmarks.time_model validate   predicted and measured steps on this CPU
+    python -m benchmarks.time_model fig11     attention on CPU and GPU, by hit rate (the paper's)
+    python -m benchmarks.time_model fig13     throughput on an L20, predicted
+    python -m benchmarks.time_model fig14     on H20 and RTX 4090, predicted
+    python -m benchmarks.time_model fig24     from one session to 16, predicted
+    python -m benchmarks.time_model hits      hit rates by window, for predictions, from traces
+    python -m benchmarks.time_model validate  predicted and measured steps on this CPU
 
 fig13, fig14 and fig24 run nothing: they are predictions by `kvdrive_jax.plan`, and say so. hits
 replays the traces of `benchmarks.windows` (recorded when missing, a minute each). validate is
@@ -230,16 +230,16 @@ def hits(options: argparse.Namespace) -> dict[str, Any]:
     for want, whole in each([Wanted(text) for text in TEXTS], options.traces):
         for ratio in RATIOS:
             trace = at_ratio(whole, ratio)
-            for multiple in WINDOWS:
-                rows.append(
-                    {
-                        "text": want.text,
-                        "prompt_tokens": trace.info.prompt_tokens,
-                        "budget_ratio": ratio,
-                        "window": multiple,
-                        "hit_rate": run(trace, multiple, DEFAULT).hit_rate,
-                    }
-                )
+            rows += [
+                {
+                    "text": want.text,
+                    "prompt_tokens": trace.info.prompt_tokens,
+                    "budget_ratio": ratio,
+                    "window": multiple,
+                    "hit_rate": run(trace, multiple, DEFAULT).hit_rate,
+                }
+                for multiple in WINDOWS
+            ]
     mean = {
         ratio: [
             float(
@@ -302,8 +302,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--traces", default="build/traces", type=Path, help="of hits: where traces are kept"
     )
-    parser.add_argument("--steps", default=24, type=int, help="of validate: steps of each setting")
-    parser.add_argument("--quick", action="store_true", help="of validate: fewer, smaller settings")
+    parser.add_argument("--steps", default=16, type=int, help="of validate: steps of each setting")
+    parser.add_argument("--shape", default="llama-3-8b", help="of validate: of the stack")
+    parser.add_argument("--layers", default=2, type=int, help="of validate")
+    parser.add_argument("--repeats", default=2, type=int, help="of validate: runs of each setting")
+    parser.add_argument("--only", type=int, help="of validate: so many of its stacks")
     parser.add_argument("--output", default=RESULTS, type=Path, help="folder of JSON and PNG")
     options = parser.parse_args(argv)
     made = FIGURES[options.figure](options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,8 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.time_probe import Line, Point
+from kvdrive_jax.budgets import Budgets
+from kvdrive_jax.models.presets import LLAMA_3_8B_GRADIENT_1048K
+from kvdrive_jax.pipeline.parts import Arrangement
+from kvdrive_jax.plan.__main__ import main
+from kvdrive_jax.plan.costs import FloorCosts, Missing, step_times
 from kvdrive_jax.plan.hardware import HARDWARE, Hardware, hardware, sustained
+from kvdrive_jax.plan.hits import MEASURED, HitRates, dram_hit_rate
+from kvdrive_jax.plan.predict import best, compare, default_budgets, plan_case, predict
 from kvdrive_jax.plan.simulate import Cohort, MicroBatch, StepTimes, simulate
+from kvdrive_jax.plan.work import Case, full_attention, parameter_count
 
 PART = MicroBatch(select=2.0, miss_list=0.5, gather=1.0, transfer=3.25, write=0.5)  # fetch: 4.25
 BATCH = Cohort(micro_batches=(PART,), compute=4.0)
@@ -175,3 +185,167 @@ def test_sustained_is_slower_never_smaller() -> None:
         assert reached.hbm < peak.hbm
         assert reached.pcie < peak.pcie
         assert reached.memory == peak.memory
+
+
+# Predictions
+
+L20 = sustained(HARDWARE["l20"])
+SSD = default_budgets(L20, ssd=10**12)
+CASE = Case(model=LLAMA_3_8B_GRADIENT_1048K, context=65536, batch=4, budget=1024, hit_rate=0.8)
+
+
+def test_step_is_made_of_what_is_missing() -> None:
+    missing = Missing.of(CASE, from_ssd=0.25, read_bytes=4096)
+    assert missing.pages == (pytest.approx(8 * 256 * 0.2),) * 32
+    costs = FloorCosts(case=CASE, hardware=L20)
+    step = step_times(costs, L20, missing, 4, Arrangement(1, 2))
+    assert [len(cohort.micro_batches) for cohort in step.layers[0]] == [2, 2]
+    part = step.layers[3][1].micro_batches[0]
+    pages = 8 * 256 * 0.2
+    assert part.transfer == pytest.approx(pages * 2048 / L20.pcie + L20.pcie_latency)
+    assert part.ssd == pytest.approx(0.25 * pages * 4096 / L20.ssd)
+    assert part.write == pytest.approx(2 * pages * 2048 / L20.hbm)
+    assert costs.select(4) < 4 * costs.select(1)
+    assert step.layers[0][0].compute == costs.compute(2)
+    # Everything in its window: no fetch, no latency of one.
+    none = step_times(costs, L20, Missing(pages=(0.0,), page_bytes=2048), 4, Arrangement(4))
+    assert not none.layers[0][0].micro_batches[0].fetches
+
+
+def test_direct_fetches_are_the_device_s() -> None:
+    missing = Missing.of(CASE)
+    costs = FloorCosts(case=CASE, hardware=L20)
+    found = simulate(step_times(costs, L20, missing, 4, Arrangement(4), direct=True))
+    assert found.busy["host gather"] == found.busy["DRAM->HBM"] == 0
+    assert found.wall == pytest.approx(found.busy["device"], rel=0.02)
+    assert found.stages["fetch"] > 32 * 4 * missing.pages[0] * 2048 / L20.pcie
+
+
+def test_more_bandwidth_is_never_slower() -> None:
+    for name in ("hbm", "pcie", "gather", "ssd"):
+        rates = [
+            predict(
+                CASE,
+                replace(L20, **{name: factor * getattr(L20, name)}),
+                budgets=Budgets(hbm=SSD.hbm, dram=10 * 10**9, ssd=SSD.ssd),
+                arrangement=Arrangement(2, 2),
+            ).tokens_per_s
+            for factor in (0.25, 0.5, 1, 2, 4)
+        ]
+        assert rates == sorted(rates), name
+        assert rates[0] < rates[-1], name
+
+
+def test_best_is_the_best_of_what_was_tried() -> None:
+    found = best(CASE, L20, budgets=SSD, hits=None)
+    assert found.refused is None
+    for arrangement in (Arrangement(4), Arrangement(2), Arrangement(1, 2)):
+        one = predict(
+            replace(CASE, window=1.0), L20, budgets=SSD, arrangement=arrangement, hits=None
+        )
+        assert found.step_s <= one.step_s
+    assert found.simulation is not None
+    assert found.tokens_per_s == 4 / found.simulation.wall
+
+
+def test_hits_come_from_the_window_that_fits() -> None:
+    wide, narrow = (predict(replace(CASE, window=w), L20, budgets=SSD) for w in (3.0, 1.0))
+    assert wide.hit_rate > narrow.hit_rate
+    assert wide.nbytes["DRAM->HBM"] < narrow.nbytes["DRAM->HBM"]
+    everything = predict(replace(CASE, batch=1, window=100.0), L20, budgets=SSD)
+    assert everything.window is None
+    assert everything.nbytes == {}
+
+
+def test_full_and_layerwise() -> None:
+    found = compare(CASE, HARDWARE["h200"], budgets=default_budgets(HARDWARE["h200"]))
+    reached = sustained(HARDWARE["h200"])
+    attend = 32 * full_attention(CASE).seconds(reached)
+    assert attend < found["full"].step_s < 2 * attend
+    whole = found["layerwise"].nbytes["DRAM->HBM"]
+    assert whole == 4 * 65536 * 2 * 32 * 8 * 128 * 2
+    assert found["layerwise"].step_s == pytest.approx(whole / reached.pcie, rel=0.1)
+    # The paper: below one token a second for each session, far below the others.
+    assert found["layerwise"].tokens_per_s < 0.1 * found["kvdrive"].tokens_per_s
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
+    small = Budgets(hbm=18 << 30, dram=4 << 30, ssd=0)
+    for method in ("kvdrive", "full", "layerwise"):
+        found = predict(CASE, L20, budgets=small, method=method)  # type: ignore[arg-type]
+        assert found.refused is not None
+        assert "GiB" in found.refused
+        assert found.tokens_per_s == 0
+        assert math.isinf(found.step_s)
+    assert best(CASE, L20, budgets=small).refused is not None
+
+
+def test_plan_is_the_engine_s() -> None:
+    plan = plan_case(CASE, SSD)
+    assert plan.shape.batch == 4
+    assert plan.shape.final_tokens == (65536,) * 4
+    assert plan.bytes_of("hbm", "weights") == 2 * parameter_count(CASE.model)
+    assert parameter_count(CASE.model) == 8_030_261_248
+
+
+def test_measured_hits_rise_with_window_and_budget() -> None:
+    for budget in (1 / 128, 1 / 64, 1 / 30, 1 / 16, 1 / 4):
+        rates = [MEASURED.rate(budget, window) for window in (0, 1, 1.7, 2, 3, 4, 20)]
+        assert rates == sorted(rates)
+        assert rates[0] == 0
+        assert 0.6 < rates[1] < rates[-1] < 1
+    assert MEASURED.rate(1 / 64, 2) < MEASURED.rate(1 / 32, 2) < MEASURED.rate(1 / 16, 2)
+    assert [dram_hit_rate(share) for share in (0, 0.125, 0.25, 1)] == [0, 0.35, 0.7, 1]
+
+
+def test_line_finds_what_made_its_points() -> None:
+    def cost(rows: int, chunks: int, selected: int) -> float:
+        return {1: 3.0, 2: 3.5, 4: 6.0}.get(rows, 6.0 + (rows - 4) * 1.25) + rows * (
+            1e-3 * chunks + 2e-2 * selected
+        )
+
+    points = [
+        Point(rows=rows, chunks=chunks, selected=selected, seconds=cost(rows, chunks, selected))
+        for rows in (1, 2, 4)
+        for chunks, selected in ((1000, 16), (4000, 64), (1000, 50))
+    ]
+    line = Line.through(points, by_chunks=True)
+    for rows in (1, 2, 3, 4, 8):
+        wanted = cost(rows, 2000, 30) if rows != 3 else (cost(2, 2000, 30) + cost(4, 2000, 30)) / 2
+        assert line(rows, 2000, 30) == pytest.approx(wanted)
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "qwen3-8b", "--context", "32K", "--batch", "2", "--window", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("PREDICTIONS")
+    assert "2 session(s) of 32,768 tokens" in out
+    assert "window x2" in out
+    assert "full: " in out
+    assert "layerwise: " in out
+    choices = ["--schedule", "sequential", "--budget", "0.0156", "--hit-rate", "0.8"]
+    assert main(["--hardware", "l20", "--context", "16K", "--window", "1", *choices]) == 0
+    assert "sequential, micro-batch 8, 1 cohort(s)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gpt"], "llama-3-8b"),
+        (["--hardware", "b200"], "h200"),
+        (["--context", "many"], "'many'"),
+        (["--budget", "-1"], "budget"),
+        (["--batch", "0"], "batch"),
+        (["--window", "-1"], "window"),
+        (["--index", "nonsense"], "nonsense"),
+        (["--hit-rate", "1.5"], "hit_rate"),
+        (["--hbm-budget", "lots"], "lots"),
+        (["--schedule", "sequential", "--micro-batch", "2", "--window", "2"], "one micro-batch"),
+        (["--profile", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_command_refuses(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

@@ -124,7 +124,7 @@ def step_times(
             miss_list=hardware.miss_list,
             ssd=cold * missing.read_bytes / hardware.ssd,
             ssd_latency=hardware.ssd_latency if cold else 0.0,
-            gather=moved / hardware.gather,
+            gather=moved / hardware.gather + hardware.gather_latency if pages else 0.0,
             transfer=moved / hardware.pcie + hardware.pcie_latency if pages else 0.0,
             write=costs.write(pages) if pages else 0.0,
         )

@@ -25,7 +25,8 @@ class Hardware:
         pcie: bytes from DRAM to HBM; pcie_latency: of one transfer.
         memory: bytes of device memory there are.
         source: of the figures above.
-        gather: bytes of pages that one host worker puts together; workers: how many there are.
+        gather: bytes of pages that one host worker puts together; gather_latency: beside them, of
+            one gather; workers: how many there are.
         miss_list: from the end of select until the host has the ids.
         dispatch: of one compiled function, on the engine's thread.
         dram: bytes of host memory; host_bandwidth: its bytes; host_operations: float32 operations
@@ -45,6 +46,7 @@ class Hardware:
     source: str
     pcie_latency: float = 10e-6
     gather: float = 6e9
+    gather_latency: float = 50e-6
     workers: int = 2
     miss_list: float = 20e-6
     dispatch: float = 20e-6
@@ -65,7 +67,7 @@ class Hardware:
                 raise ValueError(f"{field.name} of {self.name} must be {expected}, got {value!r}")
 
 
-TIMES = ("pcie_latency", "miss_list", "dispatch", "ssd_latency")
+TIMES = ("pcie_latency", "gather_latency", "miss_list", "dispatch", "ssd_latency")
 
 SUSTAINED = {
     "hbm": 0.8,
@@ -86,7 +88,7 @@ def sustained(hardware: Hardware) -> Hardware:
 
 
 # Hosts: DRAM of L20, H20 and RTX 4090 as in the paper, section 9; host bandwidth from channels and
-# speed of the processor's memory; gather, miss_list, dispatch: assumed, see docs/plan.md.
+# speed of the processor's memory; the other figures of the host are assumed, see docs/plan.md.
 HARDWARE = {
     "a100": Hardware(
         name="A100 SXM 80GB", hbm=2039e9, tensor=312e12, vector=19.5e12, pcie=PCIE_4,
