@@ -6,6 +6,7 @@ do, so every schedule gives the same tokens. ``sequential`` runs them in turn (p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
@@ -36,3 +37,12 @@ def sequential(stages: LayerStages, layers: int, hidden: jax.Array) -> jax.Array
         stages.fetch(layer, selected)
         hidden = stages.compute(layer, hidden, selected)
     return hidden
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Sessions that one select and fetch work on, and parts of the batch whose compute runs
+    apart."""
+
+    micro_batch: int
+    cohorts: int
