@@ -32,6 +32,12 @@ def compiling_for(name: str) -> Iterator[None]:
         _compiling_for.reset(token)
 
 
+def is_ready(array: jax.Array) -> bool:
+    """Whether an array has been computed: asking does not wait."""
+    ready: bool = array.is_ready()  # type: ignore[attr-defined]
+    return ready
+
+
 def device_name() -> str:
     """The kind of the default device, for reports."""
     device = jax.devices()[0]

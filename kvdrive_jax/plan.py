@@ -20,7 +20,7 @@ from kvdrive_jax.config import KVDriveConfig, TierConfig, format_size
 from kvdrive_jax.index.rest import Retrieval
 from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.models.weights import describe_pretrained
-from kvdrive_jax.pipeline.fetcher import STAGING_BUFFERS
+from kvdrive_jax.pipeline.fetcher import staging_buffers
 from kvdrive_jax.pipeline.prefill import prefill_bytes
 from kvdrive_jax.shapes import BatchShape, Stored, batch_shape
 from kvdrive_jax.telemetry import TIERS, BudgetError, Tier
@@ -326,7 +326,7 @@ def _plan_kvdrive(
     lines = lines_for(layout)
     sessions: list[SessionPlan] = []
     if not resident:
-        ring = STAGING_BUFFERS * moved
+        ring = staging_buffers(config.pipeline.schedule) * moved
         sessions = _sessions(geometry, shape, tiers, budgets.dram - ring)
         staging = ring + sum(staging_needs(sessions, WORKERS).values())
         lines += [

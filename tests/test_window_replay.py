@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from kvdrive_jax.config import KVDriveConfig, RetrievalConfig, WindowConfig
+from kvdrive_jax.config import KVDriveConfig, PipelineConfig, RetrievalConfig, WindowConfig
 from kvdrive_jax.engine import Engine
 from kvdrive_jax.pipeline.fetcher import Fetcher
 from kvdrive_jax.pipeline.recorder import TraceRecorder
@@ -37,20 +37,21 @@ RETRIEVAL = RetrievalConfig(budget=64, flush_tokens=32)
 def fetched_chunks() -> Iterator[list[np.ndarray[Any, Any]]]:
     """The miss list of every fetch, [B, K, P] chunk ids, in the order of layers and steps."""
     seen: list[np.ndarray[Any, Any]] = []
-    real = Fetcher.fetch
+    real = Fetcher.gather
 
-    def fetch(self: Fetcher, layer: int, sessions: Any, missing: Any, *rest: Any) -> Any:
+    def gather(self: Fetcher, layer: int, sessions: Any, missing: Any, *rest: Any) -> Any:
         seen.append(np.array(missing[0]))
         return real(self, layer, sessions, missing, *rest)
 
-    with patch.object(Fetcher, "fetch", fetch):
+    with patch.object(Fetcher, "gather", gather):
         yield seen
 
 
 def record(window: WindowConfig, **config: Any) -> tuple[list[Trace], Any, list[Any], Any]:
     """Traces of PROMPTS, the plan, what was fetched, and the generations' tokens."""
     recorder = TraceRecorder("tiny")
-    settings = KVDriveConfig(retrieval=RETRIEVAL, window=window, **config)
+    whole = PipelineConfig(schedule="sequential")  # one miss list for the whole batch
+    settings = KVDriveConfig(retrieval=RETRIEVAL, window=window, pipeline=whole, **config)
     with Engine(MODEL, TOKENIZER, settings) as engine, fetched_chunks() as fetched:
         plan = engine.plan([len(prompt) for prompt in PROMPTS], NEW)
         events = engine.stream_ids(PROMPTS, max_new_tokens=NEW, ignore_eos=True, recorder=recorder)

@@ -95,6 +95,9 @@ class BatchMethod(ABC):
         hidden = self.layers(hidden)
         return token_logits(model.static, model.ends, hidden)
 
+    def after_step(self) -> None:  # noqa: B027  doing nothing is a fine answer
+        """The step's tokens are on the host: the device has finished it."""
+
     def retire(self, row: int) -> None:  # noqa: B027  doing nothing is a fine answer
         """The session of ``row`` has ended: give back what it held."""
 

@@ -1,11 +1,12 @@
 """KVDrive: an index and a window in HBM, everything else in DRAM and on SSD.
 
 Runs in one of two ways, which give the same tokens: *resident*, when the windows hold every
-chunk, so that nothing is fetched; and *tiered*, layer by layer through select, fetch, compute.
+chunk, so that nothing is fetched; and *tiered*, through select, fetch and compute of every layer as
+the schedule says.
 
 In flight at any time: pages of the layer before, on their way from the device (prefill); miss
-lists, on their way to the host (decode). Only this class, on the engine's thread, calls JAX; the
-page store's workers see NumPy views.
+lists, on their way to the host, and pages on their way back (decode). Only the engine's thread
+calls JAX; the page store's workers see NumPy views.
 """
 
 from __future__ import annotations
@@ -18,42 +19,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvdrive_jax.config import Precision
-from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
+from kvdrive_jax.methods.kvdrive_decode import TieredStages
 from kvdrive_jax.methods.kvdrive_saved import Kept, from_arrays, to_arrays
+from kvdrive_jax.methods.kvdrive_state import BatchState, make_steps
 from kvdrive_jax.methods.kvdrive_tiers import BatchTiers, page_geometry
 from kvdrive_jax.pipeline.direct import committed
 from kvdrive_jax.pipeline.indexing import (
     PromptParts,
     add_importance,
     as_pages,
+    insert_index,
     insert_resident,
-    insert_session,
     insert_state,
     take_apart,
     warm_window,
 )
+from kvdrive_jax.pipeline.miss_lists import Bell
+from kvdrive_jax.pipeline.parts import Arrangement, candidates, cut
 from kvdrive_jax.pipeline.prefill import PromptLayer
-from kvdrive_jax.pipeline.scheduler import sequential
 from kvdrive_jax.pipeline.stages import (
     Near,
     Ranked,
-    Selected,
     StageSpec,
     Step,
-    Token,
     append_rows,
-    compute_stage,
     flush_stage,
     grow_resident,
     resident_layer,
-    select_stage,
 )
 from kvdrive_jax.plan import Plan
 from kvdrive_jax.saved import SavedSession
 from kvdrive_jax.tiers.archive import Arrays
-from kvdrive_jax.window.directory import Directory, empty_directory
-from kvdrive_jax.window.eviction import smooths
 
 HBM_ACCOUNTS = ("index", "sink, local and recent", "windows", "directory", "fetched pages")
 
@@ -78,6 +75,7 @@ class KVDrive(BatchMethod):
             ranked=0 if tools.recorder is None else tools.recorder.depth(shape),
             likely=plan.likely,
             pages="model" if plan.resident else tools.config.tiers.dram_dtype,
+            speculative=not plan.resident and tools.config.pipeline.schedule == "speculative",
         )
         self._warm_up = tools.config.tiers.warm_up
         self._importance: dict[int, jax.Array] = {}
@@ -88,14 +86,8 @@ class KVDrive(BatchMethod):
         self._tiers: BatchTiers | None = None
         self._pending: list[tuple[int, int, PromptParts]] = []
         self._reserved: list[str] = []
-        self._near: list[Near] = []
-        # One pool for all layers, or where every chunk has a slot one window for each.
-        self._window: list[jax.Array] = []
-        self._index: list[LayerIndex] = []
-        self._directory: list[Directory] = []
-        self._step: Step | None = None
-        self._tokens: list[Token] = []
-        self._ranked: list[Ranked | None] = []
+        self._rope: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = {}
+        self._stages: TieredStages | None = None
         if self._recorder is not None:
             self._recorder.begin(
                 shape,
@@ -107,49 +99,67 @@ class KVDrive(BatchMethod):
             for name in HBM_ACCOUNTS:
                 tools.ledger.reserve("hbm", name, plan.bytes_of("hbm", name))
                 self._reserved.append(name)
+            bell = Bell()
             if not plan.resident:
-                self._tiers = BatchTiers(tools, plan, self.failed)
-            self._allocate()
+                self._tiers = BatchTiers(tools, plan, rows.counts, self.failed, bell)
+            self.arrangement = self._first_arrangement()
+            cohorts = cut(shape.batch, self.arrangement)
+            self._state = BatchState(tools, plan, cohorts)
+            if self._tiers is not None:
+                self._tiers.arrange(cohorts)
+                if self._tiers.direct:
+                    self._state.commit()
+                self._stages = TieredStages(tools, self._spec, self._state, self._tiers, bell)
         except BaseException:
             self.close()
             raise
 
-    def _allocate(self) -> None:
-        plan, shape = self.plan, self.plan.shape
-        config, dtype = self.tools.model.config, self.tools.model.dtype
-        assert plan.retrieval is not None
-        sizes = (shape.batch, config.num_kv_heads)
-        near = (*sizes, shape.near_capacity, config.head_dim)
-        page = page_geometry(self.tools).page_shape
-        layers = range(config.num_layers)
-        self._near = [Near(jnp.zeros(near, dtype), jnp.zeros(near, dtype)) for _ in layers]
-        self._index = [
-            plan.retrieval.empty(
-                *sizes, config.head_dim, shape.chunk_capacity, plan.cluster_capacity
-            )
-            for _ in layers
-        ]
-        layout = plan.layout
-        if layout is None:
-            rows = config.num_kv_heads * shape.chunk_capacity
-            self._window = [jnp.zeros((shape.batch, rows, *page), dtype) for _ in layers]
-        else:
-            self._window = [jnp.zeros((shape.batch, layout.rows, *page), dtype)]
-            self._directory = [
-                empty_directory(
-                    *sizes,
-                    shape.chunk_capacity,
-                    layout.largest,
-                    layout.capacity[layer],
-                    layout.keeps[layer],
-                    layout.first[layer],
-                    smooths=smooths(self._spec.eviction),
-                )
-                for layer in layers
-            ]
-        if self._tiers is not None and self._tiers.direct:
-            self._near, self._window = committed((self._near, self._window))
-            self._index, self._directory = committed((self._index, self._directory))
+    # How the batch is cut
+
+    def _first_arrangement(self) -> Arrangement:
+        """What is fixed; else two micro-batches, so that one is selected while the other's pages
+        come."""
+        batch, pipeline = self.plan.shape.batch, self.tools.config.pipeline
+        if self._whole:
+            return Arrangement(batch)
+        cohorts = min(pipeline.cohorts or 1, batch)
+        half = -(-batch // cohorts // 2) or 1
+        return Arrangement(min(pipeline.micro_batch or half, batch), cohorts)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether nothing could be gained by cutting the batch."""
+        no_fetch = self._tiers is None or self._tiers.direct
+        return no_fetch or self.tools.config.pipeline.schedule == "sequential"
+
+    def arrangements(self) -> list[Arrangement]:
+        """What `arrange` may be given; any of them gives the same tokens."""
+        pipeline, batch = self.tools.config.pipeline, self.plan.shape.batch
+        if self._whole:
+            return [self.arrangement]
+        # Cutting windows anew holds them twice: where prefill had room, there is some now.
+        room = self.plan.bytes_of("hbm", "prefill")
+        fits = self.plan.bytes_of("hbm", "windows") <= room
+        now = self.arrangement.cohorts
+        found = candidates(batch, micro_batch=pipeline.micro_batch, cohorts=pipeline.cohorts)
+        return [one for one in found if fits or one.cohorts == now]
+
+    def arrange(self, arrangement: Arrangement) -> None:
+        """Cut the batch anew, between two steps."""
+        if arrangement == self.arrangement:
+            return
+        if arrangement not in self.arrangements():
+            raise ValueError(f"arrangement must be one of {self.arrangements()}, got {arrangement}")
+        assert self._tiers is not None
+        assert self._stages is not None
+        cohorts = cut(self.plan.shape.batch, arrangement)
+        # Nothing may still read a staging buffer that is given back.
+        jax.block_until_ready((self._state.near, self._state.windows))
+        self._state.arrange(cohorts)
+        self._tiers.arrange(cohorts)
+        self._state.windows = self._tiers.compile(self._state.windows)
+        self._stages.arrange()
+        self.arrangement = arrangement
 
     # Prefill
 
@@ -167,20 +177,28 @@ class KVDrive(BatchMethod):
             near_capacity=shape.near_capacity,
             chunk_capacity=shape.chunk_capacity,
         )
-        self._near[layer], self._index[layer] = insert_session(
-            self._spec, self._near[layer], self._index[layer], at, parts
-        )
+        self._insert(row, layer, parts.near)
+        place = self._state.places[row]
+        index = self._state.index[place.part]
+        index[layer] = insert_index(self._spec, index[layer], int32(place.part_row), parts.piece)
         if self.tools.saves:
             groups = None if parts.groups is None else np.asarray(parts.groups)
             self._kept[row, layer] = Kept(np.asarray(parts.importance), groups)
         if self.plan.resident:
             if self._recorder is not None:
                 self._recorder.prompt(row, layer, parts.importance, count)
-            self._window[layer] = insert_resident(self._window[layer], at, parts.pages)
+            held = self._state.resident
+            held[layer] = insert_resident(held[layer], at, parts.pages)
         else:
             ranked = self._warm(row, layer, parts.pages, parts.importance)
             self._pending.append((row, layer, parts._replace(importance=ranked)))
-        jax.block_until_ready((parts, self._window, self._index[layer]))
+        jax.block_until_ready((parts, self._state.windows, index[layer]))
+
+    def _insert(self, row: int, layer: int, near: Near) -> None:
+        """A session's near tokens into those of its cohort."""
+        place = self._state.places[row]
+        state = self._state.near[place.cohort]
+        state[layer] = insert_state(state[layer], int32(place.row), near)
 
     def _warm(self, row: int, layer: int, pages: jax.Array, importance: jax.Array) -> jax.Array:
         """Fill a session's windows of one layer; the importance [K, N] that was gone by."""
@@ -190,8 +208,16 @@ class KVDrive(BatchMethod):
             self._importance[row], importance = add_importance(total, importance)
         if self._recorder is not None:
             self._recorder.prompt(row, layer, importance, count)
-        self._window[0], self._directory[layer] = warm_window(
-            self._window[0], self._directory[layer], int32(row), pages, importance, count
+        state, place = self._state, self._state.places[row]
+        directory = state.directory[place.part]
+        state.windows[place.cohort], directory[layer] = warm_window(
+            state.windows[place.cohort],
+            directory[layer],
+            int32(place.row),
+            int32(place.part_row),
+            pages,
+            importance,
+            count,
         )
         return importance
 
@@ -213,7 +239,7 @@ class KVDrive(BatchMethod):
         self.settle()
         if self._tiers is not None:
             self._tiers.wait()
-            self._window[0] = self._tiers.compile(self._window[0])
+            self._state.windows = self._tiers.compile(self._state.windows)
 
     def _warmed(self, layer: int) -> list[int]:
         """[K] how many of a prompt's most important chunks the windows of a layer start with."""
@@ -233,16 +259,18 @@ class KVDrive(BatchMethod):
 
     def save(self, row: int, layer: int) -> Arrays:
         n, kv_heads = int(self._n_chunks[row]), self.tools.model.config.num_kv_heads
+        state, place = self._state, self._state.places[row]
         window = None
         if self.plan.resident:
-            rows = np.asarray(self._window[layer][row])
+            rows = np.asarray(self._state.resident[layer][row])
             pages = rows.reshape(kv_heads, -1, *rows.shape[1:])[:, :n]
         else:
             assert self._tiers is not None
             pages = self._tiers.pages(row, layer, n)
-            window = np.asarray(self._directory[layer].chunk_of_slot[row])
-        near, index = self._near[layer], self._index[layer]
-        return to_arrays(row, near, index, pages, self._kept[row, layer], window)
+            window = np.asarray(state.directory[place.part][layer].chunk_of_slot[place.part_row])
+        near = jax.tree.map(lambda array: array[place.row], state.near[place.cohort][layer])
+        index = jax.tree.map(lambda array: array[place.part_row], state.index[place.part][layer])
+        return to_arrays(near, index, pages, self._kept[row, layer], window)
 
     def restore(self, row: int, layer: int, saved: SavedSession) -> None:
         geometry = page_geometry(self.tools)
@@ -250,19 +278,21 @@ class KVDrive(BatchMethod):
             geometry = replace(geometry, dram="model", ssd="model")
         made = from_arrays(
             saved.layer(layer, geometry.format(geometry.dram)),
-            self._index[layer],
+            self._state.index[self._state.places[row].part][layer],
             dram_shape=geometry.dram_shape,
             dram_dtype=geometry.dram_dtype,
             chunk_capacity=self.plan.shape.chunk_capacity,
         )
         self._n_chunks[row], self._flushes[row] = saved.chunks, saved.flushes
-        at = int32(row)
-        self._near[layer] = insert_state(self._near[layer], at, made.near)
-        self._index[layer] = insert_state(self._index[layer], at, made.ranking)
+        place = self._state.places[row]
+        self._insert(row, layer, made.near)
+        index = self._state.index[place.part]
+        index[layer] = insert_state(index[layer], int32(place.part_row), made.ranking)
         if self.tools.saves:
             self._kept[row, layer] = made.kept
         if self.plan.resident:
-            self._window[layer] = insert_resident(self._window[layer], at, made.stored)
+            held = self._state.resident
+            held[layer] = insert_resident(held[layer], int32(row), made.stored)
             return
         pages = as_pages(made.stored, geometry.dram, geometry.page_shape, geometry.dtype)
         importance = self._warm(row, layer, pages, jnp.asarray(made.kept.importance))
@@ -290,12 +320,12 @@ class KVDrive(BatchMethod):
             near_rows = rows.length - self._n_chunks * chunk
         # Ended sessions are carried along with nothing to select and a near row that exists.
         n_chunks = np.where(rows.active, self._n_chunks, 0)
-        self._step = Step(
-            position=int32(rows.length),
-            n_chunks=int32(n_chunks),
-            near_row=int32(np.minimum(near_rows, shape.near_capacity - 1)),
-            inv_freq=rows.inv_freq,
-            attention_factor=rows.attention_factor,
+        steps = make_steps(
+            rows,
+            self._state.cohorts,
+            n_chunks,
+            np.minimum(near_rows, shape.near_capacity - 1),
+            self._rope,
         )
         taken = np.minimum(n_chunks, self._spec.selected)
         attended = self._attended_chunks(n_chunks, taken)
@@ -307,29 +337,39 @@ class KVDrive(BatchMethod):
         counted = model.config.num_layers * model.config.num_kv_heads
         for row, count in enumerate(rows.counts):
             count.selected_chunks += int(taken[row]) * counted
-        self._tokens, self._ranked = [], []
-        if self.plan.resident:
-            with self.tools.clock.measure("compute"):
-                for layer, leaves in enumerate(model.layers):
-                    hidden, token, ranked = resident_layer(
-                        self._spec,
-                        leaves,
-                        hidden,
-                        self._step,
-                        self._near[layer],
-                        self._index[layer],
-                        self._window[layer],
-                    )
-                    self._tokens.append(token)
-                    self._ranked.append(ranked)
+        if self._stages is None:
+            hidden, ranked = self._resident_step(hidden, steps[0, shape.batch])
         else:
-            assert self._tiers is not None
-            self._tiers.begin_step()
-            hidden = sequential(self, model.config.num_layers, hidden)
-        self._append_tokens(self._step.near_row)
+            hidden, ranked = self._stages.step(hidden, steps)
         if self._recorder is not None:
-            self._recorder.step(self._ranked, rows.active)
+            self._recorder.step(ranked, rows.active)
         return hidden
+
+    def _resident_step(
+        self, hidden: jax.Array, step: Step
+    ) -> tuple[jax.Array, list[Ranked | None]]:
+        state, ranked, tokens = self._state, [], []
+        near = state.near[0]
+        with self.tools.clock.measure("compute"):
+            for layer, leaves in enumerate(self.tools.model.layers):
+                hidden, token, best = resident_layer(
+                    self._spec,
+                    leaves,
+                    hidden,
+                    step,
+                    near[layer],
+                    state.index[0][layer],
+                    state.resident[layer],
+                )
+                tokens += [token.k, token.v]
+                ranked.append(best)
+            buffers = append_rows([a for pair in near for a in pair], tokens, step.near_row)
+            state.near[0] = [Near(*buffers[i : i + 2]) for i in range(0, len(buffers), 2)]
+        return hidden, ranked
+
+    def after_step(self) -> None:
+        if self._stages is not None:
+            self._stages.observe(everything=True)
 
     def _attended_chunks(
         self, n_chunks: np.ndarray[Any, Any], selected: np.ndarray[Any, Any]
@@ -344,59 +384,6 @@ class KVDrive(BatchMethod):
         held: np.ndarray[Any, Any] = np.minimum(n_chunks[:, None, None], layout.capacity)
         return held.mean(axis=(1, 2))
 
-    def _append_tokens(self, near_row: jax.Array) -> None:
-        """The new token's key and value into the near buffers of all layers."""
-        buffers = append_rows(
-            [array for near in self._near for array in near],
-            [array for token in self._tokens for array in (token.k, token.v)],
-            near_row,
-        )
-        self._near = [Near(*buffers[i : i + 2]) for i in range(0, len(buffers), 2)]
-
-    def select(self, layer: int, hidden: jax.Array) -> Selected:
-        assert self._step is not None
-        with self.tools.clock.measure("select"):
-            selected, self._directory[layer] = select_stage(
-                self._spec,
-                self.tools.model.layers[layer],
-                hidden,
-                self._step,
-                self._index[layer],
-                self._directory[layer],
-            )
-            self._tokens.append(selected.token)
-            self._ranked.append(selected.ranked)
-            if self._tiers is not None and self._tiers.direct:
-                return selected  # the miss list stays on the device
-            selected.missing.copy_to_host_async()
-            if selected.likely is not None:
-                selected.likely.copy_to_host_async()
-        # Waits are charged to the stage that is waited for: what is queued before selection is the
-        # layer before.
-        with self.tools.clock.measure("compute"):
-            hidden.block_until_ready()
-        with self.tools.clock.measure("select"):
-            selected.missing.block_until_ready()
-        return selected
-
-    def fetch(self, layer: int, selected: Selected) -> None:
-        assert self._tiers is not None
-        with self.tools.clock.measure("fetch"):
-            self._window[0] = self._tiers.fetch(layer, selected, self._window[0], self.rows.counts)
-
-    def compute(self, layer: int, hidden: jax.Array, selected: Selected) -> jax.Array:
-        assert self._step is not None
-        with self.tools.clock.measure("compute"):
-            return compute_stage(
-                self._spec,
-                self.tools.model.layers[layer],
-                hidden,
-                selected,
-                self._step,
-                self._near[layer],
-                self._window[0],
-            )
-
     def _flush(self, near_rows: np.ndarray[Any, Any]) -> None:
         """Turn the oldest unflushed tokens of full near buffers into chunks (index and store)."""
         shape = self.plan.shape
@@ -404,24 +391,32 @@ class KVDrive(BatchMethod):
         # can select.
         full = self.rows.active & (near_rows >= shape.near_capacity)
         n_new = np.where(full, shape.flush_chunks, 0)
-        new, before = int32(n_new), int32(self._n_chunks)
-        for layer in range(len(self._near)):
-            pages, self._near[layer], self._index[layer] = flush_stage(
-                self._spec,
-                self._near[layer],
-                self._index[layer],
-                new,
-                before,
-                flush_chunks=shape.flush_chunks,
-            )
-            if self.plan.resident:
-                self._window[layer] = grow_resident(self._window[layer], pages, new, before)
+        state = self._state
+        for cohort in state.cohorts:
+            at = cohort.rows
+            if not n_new[at].any():
                 continue
-            assert self._tiers is not None
-            host = np.asarray(pages)
-            for row in np.flatnonzero(n_new).tolist():
-                count = int(n_new[row])
-                self._tiers.append(row, layer, host[row], int(self._n_chunks[row]), count)
+            new, before = int32(n_new[at]), int32(self._n_chunks[at])
+            near, parts = state.near[cohort.number], cohort.micro_batches
+            for layer in range(len(near)):
+                pages, near[layer], indexes = flush_stage(
+                    self._spec,
+                    near[layer],
+                    tuple(state.index[part.number][layer] for part in parts),
+                    new,
+                    before,
+                    flush_chunks=shape.flush_chunks,
+                )
+                for part, index in zip(parts, indexes, strict=True):
+                    state.index[part.number][layer] = index
+                if self._tiers is None:
+                    held = state.resident
+                    held[layer] = grow_resident(held[layer], pages, new, before)
+                    continue
+                host = np.asarray(pages)
+                for row in np.flatnonzero(n_new[at]).tolist():
+                    first, count = cohort.first + row, int(n_new[cohort.first + row])
+                    self._tiers.append(first, layer, host[row], int(self._n_chunks[first]), count)
         if self._tiers is not None:
             with self.tools.clock.measure("stall"):
                 self._tiers.wait()
@@ -443,7 +438,10 @@ class KVDrive(BatchMethod):
         if self._tiers is not None:
             self._tiers.close()
             self._tiers = None
-        self._near, self._window, self._index, self._directory = [], [], [], []
+        if self._stages is not None:
+            self._stages.close()
+            self._stages = None
+        self.__dict__.pop("_state", None)
         for name in self._reserved:
             self.tools.ledger.release("hbm", name)
         self._reserved = []

@@ -38,11 +38,12 @@ class SavedLayer(NamedTuple):
 
 
 def to_arrays(
-    row: int, near: Near, index: LayerIndex, pages: Array, kept: Kept, window: Array | None
+    near: Near, index: LayerIndex, pages: Array, kept: Kept, window: Array | None
 ) -> Arrays:
-    """A layer of the session in ``row`` by name.
+    """A layer of a session by name.
 
-    pages: [K, n, *dram_shape], all of its chunks; window: [K, S], the chunk in each slot, or None.
+    near, index: of the session alone; pages: [K, n, *dram_shape], all of its chunks; window:
+    [K, S], the chunk in each slot, or None.
     """
     kv_heads, n = pages.shape[:2]
     known = min(n, kept.importance.shape[1])
@@ -50,10 +51,10 @@ def to_arrays(
     importance[:, :known] = kept.importance[:, :known]
     arrays = {
         "pages": pages,
-        "near-k": np.asarray(near.k[row]),
-        "near-v": np.asarray(near.v[row]),
+        "near-k": np.asarray(near.k),
+        "near-v": np.asarray(near.v),
         "importance": importance,
-        **{f"index-{i}": np.asarray(leaf[row]) for i, leaf in enumerate(jax.tree.leaves(index))},
+        **{f"index-{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(index))},
     }
     if window is not None:
         arrays["window"] = window

@@ -1,11 +1,13 @@
 """The tiers below HBM as one batch of method ``kvdrive`` uses them: its store, sessions, fetches.
 
 A failure of the store is that of one session, noted in ``failed``; the others go on. Belongs to the
-engine's thread, the only one that calls JAX; the store's workers see NumPy views.
+engine's thread, the only one that calls JAX; the store's workers, which gather, and the thread that
+an imitated link keeps, see NumPy views, and ring when something is done.
 """
 
 from __future__ import annotations
 
+import concurrent.futures as futures
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +18,9 @@ import numpy as np
 
 from kvdrive_jax.methods.base import Tools
 from kvdrive_jax.pipeline.direct import DirectFetcher, choose_fetch
-from kvdrive_jax.pipeline.fetcher import Fetcher
-from kvdrive_jax.pipeline.stages import Selected
+from kvdrive_jax.pipeline.fetcher import Fetcher, Gathered, staging_buffers
+from kvdrive_jax.pipeline.miss_lists import Bell
+from kvdrive_jax.pipeline.parts import Cohort, MicroBatch
 from kvdrive_jax.plan import WORKERS, Plan
 from kvdrive_jax.telemetry import RowCounts
 from kvdrive_jax.tiers.pages import PageError, PageGeometry
@@ -46,17 +49,29 @@ class BatchTiers:
     Attributes: sessions (their pages, None once retired); direct (whether the device reads DRAM).
     """
 
-    def __init__(self, tools: Tools, plan: Plan, failed: dict[int, str]) -> None:
+    def __init__(
+        self,
+        tools: Tools,
+        plan: Plan,
+        counts: Sequence[RowCounts],
+        failed: dict[int, str],
+        bell: Bell,
+    ) -> None:
         self.geometry = page_geometry(tools)
         self.sessions: list[SessionPages | None] = [None] * plan.shape.batch
-        self._selected, self._failed = plan.shape.selected, failed
-        self._fetcher: Fetcher | DirectFetcher | None = None
+        self._tools, self._failed, self._bell = tools, failed, bell
+        self._selected, self._counts = plan.shape.selected, counts
+        self._fetchers: list[Fetcher] = []
+        self._cohorts: tuple[Cohort, ...] = ()
+        self._direct: DirectFetcher | None = None
+        self._link_thread: futures.ThreadPoolExecutor | None = None
+        self._ranking: list[futures.Future[None]] = []
         rows = self.geometry.kv_heads * sum(session.rows for session in plan.sessions)
         cached = any(session.cached for session in plan.sessions)
         way = choose_fetch(tools.config.tiers.fetch, self.geometry, rows, cached=cached)
         if way.notice is not None:
             print(way.notice, file=sys.stderr)
-        arena, self.direct = way.arena, way.arena is not None
+        self._arena, self.direct = way.arena, way.arena is not None
         self._store = PageStore(
             self.geometry,
             tools.config.tiers,
@@ -64,20 +79,11 @@ class BatchTiers:
             tools.traffic,
             workers=WORKERS,
             link=tools.links.ssd_to_dram,
-            allocate=None if arena is None else arena.take,
+            allocate=None if way.arena is None else way.arena.take,
         )
         try:
-            fetcher = Fetcher(
-                self._store,
-                self.geometry,
-                self._selected * plan.shape.batch * self.geometry.kv_heads,
-                tools.ledger,
-                tools.traffic,
-                tools.links.dram_to_hbm,
-            )
-            self._fetcher = fetcher
-            if arena is not None:
-                self._fetcher = DirectFetcher(arena, fetcher, self.geometry, tools.traffic)
+            if tools.links.dram_to_hbm is not None:
+                self._link_thread = futures.ThreadPoolExecutor(1, "kvdrive-link")
             for row, session in enumerate(plan.sessions):
                 self.sessions[row] = self._store.open(
                     session.chunk_capacity,
@@ -90,6 +96,34 @@ class BatchTiers:
         except BaseException:
             self.close()
             raise
+
+    def arrange(self, cohorts: tuple[Cohort, ...]) -> None:
+        """From now on fetches are of these micro-batches; none is under way."""
+        for fetcher in self._fetchers:
+            fetcher.close()
+        self._fetchers = []
+        tools, self._cohorts = self._tools, cohorts
+        for cohort in cohorts:
+            for part in cohort.micro_batches:
+                self._fetchers.append(
+                    Fetcher(
+                        self._store,
+                        self.geometry,
+                        self._selected * (part.last - part.first) * self.geometry.kv_heads,
+                        tools.ledger,
+                        tools.traffic,
+                        tools.links.dram_to_hbm,
+                        first=part.first - cohort.first,
+                        buffers=staging_buffers(tools.config.pipeline.schedule),
+                        name=f"staging of micro-batch {part.number}",
+                        number=part.number,
+                        timeline=tools.timeline,
+                    )
+                )
+        if self._arena is not None:
+            self._direct = DirectFetcher(
+                self._arena, self._fetchers[0], self.geometry, tools.traffic
+            )
 
     @contextmanager
     def _contained(self, row: int) -> Iterator[None]:
@@ -134,34 +168,93 @@ class BatchTiers:
                 with self._contained(row):
                     session.wait()
 
-    def compile(self, window: jax.Array) -> jax.Array:
-        """Compile what ``fetch`` will run, now; window: [B, R, 2, c, D], donated."""
-        if isinstance(self._fetcher, DirectFetcher):
-            return self._fetcher.compile(window, self.sessions, self._selected)
-        assert self._fetcher is not None
-        return self._fetcher.compile(window)
+    def compile(self, windows: list[jax.Array]) -> list[jax.Array]:
+        """Compile what fetches will run, now; windows: [B, R, 2, c, D] of each cohort, donated."""
+        if self._direct is not None:
+            return [self._direct.compile(windows[0], self.sessions, self._selected)]
+        windows = list(windows)
+        for cohort in self._cohorts:
+            for part in cohort.micro_batches:
+                fetcher = self._fetchers[part.number]
+                windows[cohort.number] = fetcher.compile(windows[cohort.number])
+        return windows
 
     def begin_step(self) -> None:
         """A decode step begins."""
+        ranking, self._ranking = self._ranking, []
+        for job in ranking:
+            job.result()
         self._store.begin_step()
 
-    def fetch(
-        self, layer: int, selected: Selected, window: jax.Array, counts: Sequence[RowCounts]
+    def gather(
+        self, layer: int, part: MicroBatch, missing: Array, window_shape: Sequence[int]
+    ) -> Gathered | None:
+        """Missing pages of a micro-batch into its staging, here and now."""
+        fetcher, sessions = self._fetchers[part.number], self.sessions[part.rows]
+        gathered = fetcher.gather(layer, sessions, missing, window_shape)
+        if gathered is not None:
+            fetcher.carry(layer, gathered)
+        return gathered
+
+    def submit_gather(
+        self, layer: int, part: MicroBatch, missing: Array, window_shape: Sequence[int]
+    ) -> futures.Future[Gathered | None]:
+        """The same on a worker; it rings."""
+        fetcher, sessions = self._fetchers[part.number], self.sessions[part.rows]
+        link, bell = self._link_thread, self._bell
+        arrived: futures.Future[Gathered | None] = futures.Future()
+        arrived.add_done_callback(lambda _: bell.ring())
+
+        def carry(gathered: Gathered) -> None:
+            try:
+                fetcher.carry(layer, gathered)
+            except BaseException as error:
+                arrived.set_exception(error)
+            else:
+                arrived.set_result(gathered)
+
+        def job(done: futures.Future[Gathered | None]) -> None:
+            gathered = fetcher.gather(layer, sessions, missing, window_shape)
+            if gathered is None or link is None:
+                done.set_result(gathered)
+            else:
+                link.submit(carry, gathered)
+
+        self._store.submit(sessions, arrived, job)
+        return arrived
+
+    def write(
+        self, layer: int, part: MicroBatch, gathered: Gathered, window: jax.Array
     ) -> jax.Array:
-        """Missing pages of one layer into the window [B, R, 2, c, D], donated."""
-        if isinstance(self._fetcher, DirectFetcher):
-            window, failure = self._fetcher.fetch(
-                layer, self.sessions, selected.missing, window, counts
-            )
-        else:
-            assert self._fetcher is not None
-            missing = np.asarray(selected.missing)
-            window, failure = self._fetcher.fetch(layer, self.sessions, missing, window, counts)
-            if selected.likely is not None:
-                self._store.rank(layer, self.sessions, np.asarray(selected.likely))
+        """What was gathered into the window of its cohort [B, R, 2, c, D], donated."""
+        counts = [self._counts[row] for row in range(part.first, part.last)]
+        window = self._fetchers[part.number].write(layer, gathered, window, counts)
+        self._note(gathered.failure)
+        return window
+
+    def fetch_directly(self, layer: int, missing: jax.Array, window: jax.Array) -> jax.Array:
+        """Missing pages of one layer into the window [B, R, 2, c, D], donated, by the device."""
+        assert self._direct is not None
+        window, failure = self._direct.fetch(layer, self.sessions, missing, window, self._counts)
+        self._note(failure)
+        return window
+
+    def rank(self, layer: int, part: MicroBatch, likely: Array) -> None:
+        """What is likely to be selected next, [b, K, M], -1 for none, for DRAM to keep and to read
+        ahead; beside everything else."""
+        sessions = self.sessions[part.rows]
+        ranked: futures.Future[None] = futures.Future()
+
+        def job(done: futures.Future[None]) -> None:
+            self._store.rank(layer, sessions, likely)
+            done.set_result(None)
+
+        self._ranking.append(ranked)
+        self._store.submit(sessions, ranked, job)
+
+    def _note(self, failure: PageError | None) -> None:
         if failure is not None:
             self._failed[int(failure.session)] = str(failure)
-        return window
 
     def pages(self, row: int, layer: int, n_chunks: int) -> Array:
         """The first chunks of a session's layer, [K, n, *dram_shape]; PageError when they cannot
@@ -178,8 +271,8 @@ class BatchTiers:
 
     def retire(self, row: int) -> None:
         """The session of ``row`` has ended."""
-        if isinstance(self._fetcher, DirectFetcher):
-            self._fetcher.settle()
+        if self._direct is not None:
+            self._direct.settle()
         session, self.sessions[row] = self.sessions[row], None
         if session is not None:
             session.close()
@@ -188,6 +281,9 @@ class BatchTiers:
         """Give back everything."""
         for row in range(len(self.sessions)):
             self.retire(row)
-        if self._fetcher is not None:
-            self._fetcher.close()
+        if self._link_thread is not None:
+            self._link_thread.shutdown()
+        for fetcher in self._fetchers:
+            fetcher.close()
+        self._fetchers = []
         self._store.close()

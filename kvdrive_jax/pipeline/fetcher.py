@@ -1,27 +1,38 @@
 """Fetch: missing pages from the store, through staging, into their slots (the staged way).
 
-Belongs to the engine's thread. A staging buffer is lent to one fetch until the next: a miss
-list that has arrived proves that the pages of the one before are in their slots. Padding of a
-transfer is never copied by the host.
+Of one micro-batch. `gather` fills a staging buffer and may run on a worker: NumPy only. `write`
+belongs to the engine's thread and puts the pages into their slots. A buffer is lent to one fetch
+until another needs it: a miss list that has arrived proves that the pages of the layer before (with
+two buffers: of the one before that) are in their slots. Padding of a transfer is never copied by
+the host.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from kvdrive_jax.config import ScheduleName
 from kvdrive_jax.pipeline.stages import write_stage
 from kvdrive_jax.telemetry import Ledger, RowCounts, Traffic
 from kvdrive_jax.tiers.link import Link
 from kvdrive_jax.tiers.pages import PageError, PageGeometry
 from kvdrive_jax.tiers.staging import Staging, StagingRing
 from kvdrive_jax.tiers.store import PageStore, SessionPages
+from kvdrive_jax.timeline import Timeline
 
-STAGING_BUFFERS = 2
+Array = np.ndarray[Any, Any]
+
+
+def staging_buffers(schedule: ScheduleName) -> int:
+    """Staging buffers of each micro-batch: fetches of it that can be under way together."""
+    return 2 if schedule == "speculative" else 1
 
 
 def transfer_sizes(most: int) -> tuple[int, ...]:
@@ -37,10 +48,28 @@ def transfer_sizes(most: int) -> tuple[int, ...]:
     return (*sizes, most)
 
 
-class Fetcher:
-    """Fetches for one batch.
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Pages of one layer's miss list in staging.
 
-    most: the largest number of pages that one layer can miss; link: imitates a slower way to HBM.
+    pages: [M, *dram_shape], of which those from ``count`` on are padding; target: [M] int32, flat
+    rows of the window; missed: pages of each session; failure: of a session whose pages could not
+    be read: those of all others are here.
+    """
+
+    pages: Array
+    target: Array
+    count: int
+    missed: list[int]
+    failure: PageError | None
+
+
+class Fetcher:
+    """Fetches of one micro-batch.
+
+    most: the largest number of pages that one layer can miss; first: its first row in the windows;
+    buffers: fetches that can be under way together; name: of its staging in the ledger; link:
+    imitates a slower way to HBM.
     """
 
     def __init__(
@@ -51,12 +80,21 @@ class Fetcher:
         ledger: Ledger,
         traffic: Traffic,
         link: Link | None = None,
+        *,
+        first: int = 0,
+        buffers: int = 1,
+        name: str = "staging ring",
+        number: int = 0,
+        timeline: Timeline | None = None,
     ) -> None:
         self._link = link
         self._store, self._geometry, self._traffic = store, geometry, traffic
+        self._first, self._number = first, number
+        self._timeline = timeline or Timeline()
         self._sizes = transfer_sizes(most)
-        self._ring = StagingRing(STAGING_BUFFERS, most, geometry, ledger)
-        self._lent: Staging | None = None
+        self._ring = StagingRing(buffers, most, geometry, ledger, name=name)
+        self._buffers = buffers
+        self._lent: deque[Staging] = deque()
 
     def compile(self, window: jax.Array) -> jax.Array:
         """Compile the write of every transfer size now, not when a step first needs it.
@@ -69,55 +107,98 @@ class Fetcher:
             window = write_stage(window, pages, nowhere, self._geometry.dram)
         return window
 
-    def fetch(
+    def gather(
         self,
         layer: int,
         sessions: Sequence[SessionPages | None],
-        missing: np.ndarray[Any, Any],
-        window: jax.Array,
-        counts: Sequence[RowCounts],
-    ) -> tuple[jax.Array, PageError | None]:
-        """Pages of one layer's miss list into its window.
+        missing: Array,
+        window_shape: Sequence[int],
+    ) -> Gathered | None:
+        """Pages of one layer's miss list into staging; None where none miss.
 
-        sessions: the batch's, None for those that ended; missing: [2, B, K, P] int32, chunk ids
-        (-1: none) and the rows they go to; window: [B, R, 2, c, D], donated; counts: of the
-        sessions.
-        Returns the window, and the error of a session whose pages could not be read: the pages of
-        all others are in their slots, that session's are not.
+        sessions: the micro-batch's, None for those that ended; missing: [2, B, K, P] int32, chunk
+        ids (-1: none) and the rows they go to; window_shape: of the windows they go to.
         """
-        batch, rows = window.shape[:2]
+        start = time.perf_counter()
+        batch, rows = window_shape[:2]
         kv_heads = missing.shape[2]
         chunks, slots = missing[0].reshape(-1), missing[1].reshape(-1)
         at = np.flatnonzero(chunks >= 0)
         if not at.size:
-            return window, None
-        # The pages of the fetch before are in their slots: this miss list came after them.
-        self._give_back()
+            return None
+        if len(self._lent) == self._buffers:
+            self._ring.release(self._lent.popleft())
         owner = at // missing.shape[-1]
         row, head = owner // kv_heads, owner % kv_heads
         size = next(size for size in self._sizes if size >= at.size)
         staging = self._ring.acquire()
+        self._lent.append(staging)
         pages = staging.buffer[:size]
         failure = self._read(layer, sessions, row, head, chunks[at], pages)
         target = np.full(size, batch * rows, np.int32)
-        target[: at.size] = row * rows + slots[at]
+        target[: at.size] = (self._first + row) * rows + slots[at]
         nbytes = at.size * self._geometry.dram_page_bytes
-        with nullcontext() if self._link is None else self._link.carry(nbytes):
-            window = write_stage(window, pages, target, self._geometry.dram)
-        self._lent = staging
+        missed = np.bincount(row, minlength=len(sessions)).tolist()
+        gathered = time.perf_counter()
+        self._timeline.span(
+            "host gather", "gather", start, gathered, layer, self._number, nbytes=nbytes,
+            misses=int(at.size),
+        )  # fmt: skip
+        return Gathered(pages, target, int(at.size), missed, failure)
+
+    def carry(self, layer: int, gathered: Gathered) -> None:
+        """As long as the imitated link takes; any thread."""
+        if self._link is None:
+            return
+        start = time.perf_counter()
+        nbytes = gathered.count * self._geometry.dram_page_bytes
+        with self._link.carry(nbytes):
+            pass  # the pages move when the device takes them: this is when it could
+        self._timeline.span(
+            "DRAM->HBM", "transfer", start, time.perf_counter(), layer, self._number, nbytes=nbytes
+        )
+
+    def write(
+        self, layer: int, gathered: Gathered, window: jax.Array, counts: Sequence[RowCounts]
+    ) -> jax.Array:
+        """What was gathered into the window [B, R, 2, c, D], donated; counts: of the sessions."""
+        start = time.perf_counter()
+        window = write_stage(window, gathered.pages, gathered.target, self._geometry.dram)
+        nbytes = gathered.count * self._geometry.dram_page_bytes
+        if self._link is None:
+            self._timeline.span(
+                "DRAM->HBM", "transfer", start, time.perf_counter(), layer, self._number,
+                nbytes=nbytes,
+            )  # fmt: skip
         self._traffic.add("dram_to_hbm", nbytes)
-        for session, missed in enumerate(np.bincount(row, minlength=batch)):
-            counts[session].missed_chunks += int(missed)
-        return window, failure
+        for count, missed in zip(counts, gathered.missed, strict=True):
+            count.missed_chunks += missed
+        return window
+
+    def fetch(
+        self,
+        layer: int,
+        sessions: Sequence[SessionPages | None],
+        missing: Array,
+        window: jax.Array,
+        counts: Sequence[RowCounts],
+    ) -> tuple[jax.Array, PageError | None]:
+        """`gather`, `carry` and `write` in turn: the window, and the failure of a session, if
+        there was one."""
+        gathered = self.gather(layer, sessions, missing, window.shape)
+        if gathered is None:
+            return window, None
+        self.carry(layer, gathered)
+        return self.write(layer, gathered, window, counts), gathered.failure
 
     def _read(
         self,
         layer: int,
         sessions: Sequence[SessionPages | None],
-        row: np.ndarray[Any, Any],
-        head: np.ndarray[Any, Any],
-        chunks: np.ndarray[Any, Any],
-        pages: np.ndarray[Any, Any],
+        row: Array,
+        head: Array,
+        chunks: Array,
+        pages: Array,
     ) -> PageError | None:
         still_open = [session for session in sessions if session is not None]
         place = np.cumsum([session is not None for session in sessions], dtype=np.int32) - 1
@@ -127,12 +208,6 @@ class Fetcher:
             return error
         return None
 
-    def _give_back(self) -> None:
-        if self._lent is not None:
-            self._ring.release(self._lent)
-            self._lent = None
-
     def close(self) -> None:
         """Give the staging buffers back; only once the device has finished."""
-        self._give_back()
         self._ring.close()

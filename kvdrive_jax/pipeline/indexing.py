@@ -123,16 +123,13 @@ def insert_state(state: Any, row: jax.Array, values: Any) -> Any:
     )
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames=("near", "index"))
-def insert_session(
-    spec: StageSpec, near: Near, index: LayerIndex, row: jax.Array, parts: PromptParts
-) -> tuple[Near, LayerIndex]:
-    """One session's near tokens and index into row ``row`` of a layer's state (donated)."""
-    place = partial(lax.dynamic_update_index_in_dim, index=row, axis=0)
-    return (
-        Near(place(near.k, parts.near.k), place(near.v, parts.near.v)),
-        spec.retrieval.insert(index, row, parts.piece),
-    )
+@partial(jax.jit, static_argnames="spec", donate_argnames="index")
+def insert_index(
+    spec: StageSpec, index: LayerIndex, row: jax.Array, piece: LayerIndex
+) -> LayerIndex:
+    """One session's index into row ``row`` of a micro-batch's (donated)."""
+    inserted: LayerIndex = spec.retrieval.insert(index, row, piece)
+    return inserted
 
 
 @jax.jit
@@ -154,20 +151,22 @@ def warm_window(
     window: jax.Array,
     directory: Directory,
     row: jax.Array,
+    at_row: jax.Array,
     pages: jax.Array,
     importance: jax.Array,
     n_chunks: jax.Array,
 ) -> tuple[jax.Array, Directory]:
     """Fill a session's windows of one layer with its most important chunks (paper 7.1).
 
-    window: [B, R, 2, c, D], the pool of all windows, and directory are donated; pages:
-    [K, N, 2, c, D]; importance: [K, N].
+    window: [B, R, 2, c, D], the pool of all windows of a cohort, and directory, of a micro-batch,
+    are donated; row, at_row: the session's in the one and in the other; pages: [K, N, 2, c, D];
+    importance: [K, N].
     """
     slots = directory.chunk_of_slot.shape[-1]
     count = min(slots, importance.shape[-1])
     ranked = rank_chunks(importance, n_chunks, count)
-    directory = insert_row(directory, row, warm_slots(ranked, directory.capacity, slots))
-    ids = directory.chunk_of_slot[row]
+    directory = insert_row(directory, at_row, warm_slots(ranked, directory.capacity, slots))
+    ids = directory.chunk_of_slot[at_row]
     heads = jnp.arange(ids.shape[0])[:, None]
     chosen = pages[heads, jnp.maximum(ids, 0)]
     at = directory.first[:, None] + jnp.arange(slots)

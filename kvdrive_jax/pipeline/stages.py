@@ -7,6 +7,7 @@ batch; rows of ended sessions have ``n_chunks`` 0 and are carried along unseen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from kvdrive_jax.models.model import ModelDef
 from kvdrive_jax.pallas.attention import Partial, attend_step
 from kvdrive_jax.pallas.page_codec import decode_pages, encode_pages
 from kvdrive_jax.pallas.page_write import write_pages
+from kvdrive_jax.pipeline.miss_lists import hand_over
 from kvdrive_jax.window.directory import Directory, held_slots, in_window, observe, place, pool_rows
 from kvdrive_jax.window.eviction import policy
 
@@ -34,7 +36,8 @@ class StageSpec:
 
     selected is P, sink the number of first rows of the near buffer that are never flushed. ranked
     is how many of the best chunks a step tells, 0 for none; likely how many it considers likely to
-    be selected next, 0 for none; pages says what pages are kept as in DRAM.
+    be selected next, 0 for none; pages says what pages are kept as in DRAM. speculative: select is
+    given the input of the layer before, so that compute makes the token anew.
     """
 
     model_def: ModelDef
@@ -48,6 +51,7 @@ class StageSpec:
     ranked: int = 0
     likely: int = 0
     pages: Precision = "model"
+    speculative: bool = False
 
 
 class Near(NamedTuple):
@@ -164,11 +168,13 @@ def select_stage(
     step: Step,
     index: LayerIndex,
     directory: Directory,
+    ticket: jax.Array | None = None,
 ) -> tuple[Selected, Directory]:
     """Queries of one layer, the chunks they want, and which of them must be fetched.
 
-    hidden: [B, E]. Ties go to the lowest chunk; victims are chosen by ``spec.eviction`` (paper
-    5.1).
+    hidden: [B, E], of one micro-batch as everything else; ticket: of ``miss_lists.Callbacks``, to
+    which the miss list is handed over. Ties go to the lowest chunk; victims are chosen by
+    ``spec.eviction`` (paper 5.1).
     """
     token = _token(spec, leaves, hidden, step)
     scores = _score(spec, token, step, index)
@@ -178,6 +184,8 @@ def select_stage(
     directory, slots, miss = place(directory, ids, priority)
     rows = pool_rows(directory, slots)
     missing = jnp.stack([jnp.where(miss, ids, -1), jnp.where(miss, rows, -1)])
+    if ticket is not None:
+        hand_over(ticket, missing)
     attended = ids
     if spec.attend == "resident":
         in_slots, attended = held_slots(directory, slots, ids)
@@ -217,20 +225,46 @@ def write_stage(
     return write_pages(window, from_dram(pages, precision, window.shape[2:], window.dtype), target)
 
 
+class Attended(NamedTuple):
+    """What compute is told of one micro-batch's selection; see `Selected`."""
+
+    token: Token
+    slots: jax.Array
+    rest: Partial | None
+
+
 @partial(jax.jit, static_argnames="spec")
 def compute_stage(
     spec: StageSpec,
     leaves: Leaves,
-    hidden: jax.Array,
-    selected: Selected,
+    hidden: Sequence[jax.Array],
+    selections: Sequence[Attended],
     step: Step,
     near: Near,
     window: jax.Array,
-) -> jax.Array:
-    """Attention over sink, selection and local, then the feed-forward part: hidden [B, E]."""
-    return _attend(
-        spec, leaves, hidden, selected.token, step, near, window, selected.slots, selected.rest
-    )
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+    """Attention over sink, selection and local, then the feed-forward part, of one cohort.
+
+    hidden: [b, E] of each micro-batch, and so are the selections; step, near, window: of the
+    cohort. Returns hidden of each micro-batch, and the new tokens' k, v [B, K, D].
+    """
+    sizes = [part.shape[0] for part in hidden]
+    whole = _joined(hidden)
+    if spec.speculative:
+        token = _token(spec, leaves, whole, step)
+    else:
+        token = Token(*map(_joined, zip(*(part.token for part in selections), strict=True)))
+    slots = _joined([part.slots for part in selections])
+    rests = [part.rest for part in selections if part.rest is not None]
+    rest = Partial(*map(_joined, zip(*rests, strict=True))) if rests else None
+    whole = _attend(spec, leaves, whole, token, step, near, window, slots, rest)
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    parts = tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
+    return parts, token.k, token.v
+
+
+def _joined(parts: Sequence[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 @partial(jax.jit, static_argnames="spec")
@@ -261,21 +295,21 @@ def resident_layer(
     return hidden, token, _ranked(spec, scores)
 
 
-@partial(jax.jit, static_argnames=("spec", "flush_chunks"), donate_argnames=("near", "index"))
+@partial(jax.jit, static_argnames=("spec", "flush_chunks"), donate_argnames=("near", "indexes"))
 def flush_stage(
     spec: StageSpec,
     near: Near,
-    index: LayerIndex,
+    indexes: tuple[LayerIndex, ...],
     n_new: jax.Array,
     n_chunks: jax.Array,
     *,
     flush_chunks: int,
-) -> tuple[jax.Array, Near, LayerIndex]:
+) -> tuple[jax.Array, Near, tuple[LayerIndex, ...]]:
     """The oldest chunks of the near buffer as pages, indexed; the rest moves down.
 
-    n_new, n_chunks: [B] int32, chunks to flush and chunks before. Returns pages
-    [B, K, F, *dram_shape], as ``spec.pages`` says, of which the first n_new are valid, the near
-    buffer and the index.
+    near: of one cohort; indexes: of its micro-batches, in order; n_new, n_chunks: [B] int32, chunks
+    to flush and chunks before. Returns pages [B, K, F, *dram_shape], as ``spec.pages`` says, of
+    which the first n_new are valid, the near buffer and the indexes.
     """
     tokens = flush_chunks * spec.chunk_size
 
@@ -293,8 +327,14 @@ def flush_stage(
 
     keys, values = leave(near.k), leave(near.v)
     pages = for_dram(jnp.stack([keys, values], axis=3), spec.pages)
-    index = spec.retrieval.append(index, keys, values, n_new, n_chunks)
-    return pages, Near(shift(near.k), shift(near.v)), index
+    grown, first = [], 0
+    for index in indexes:
+        rows = slice(first, first + jax.tree.leaves(index)[0].shape[0])
+        grown.append(
+            spec.retrieval.append(index, keys[rows], values[rows], n_new[rows], n_chunks[rows])
+        )
+        first = rows.stop
+    return pages, Near(shift(near.k), shift(near.v)), tuple(grown)
 
 
 @partial(jax.jit, donate_argnames="window")

@@ -41,7 +41,7 @@ ACCOUNTS: tuple[tuple[Tier, str], ...] = (
 class SessionPages:
     """The pages of one session; made by ``PageStore.open``.
 
-    Called from one thread, ``PageStore.submit_fetch`` apart.
+    Called from one thread, ``PageStore.submit`` apart.
 
     Attributes: name; plan (what is reserved); failure (why it cannot be used, or None).
     """
@@ -57,7 +57,7 @@ class SessionPages:
         self._offloaded = [False] * geometry.layers
         self._piece = [0] * geometry.layers
         self._pending: list[list[futures.Future[None]]] = [[] for _ in range(geometry.layers)]
-        self._fetches: set[futures.Future[FetchCount]] = set()
+        self._fetches: set[futures.Future[Any]] = set()
         self._lock = threading.Lock()
         self._outstanding = 0
         self._written = 0
@@ -328,7 +328,7 @@ class SessionPages:
             layer, head.astype(np.int32), chunk, stored, self._shared.read_ahead, self._fail
         )
 
-    def track(self, fetch: futures.Future[FetchCount]) -> None:
+    def track(self, fetch: futures.Future[Any]) -> None:
         """Keep the session from closing under a fetch."""
         self._fetches.add(fetch)
         fetch.add_done_callback(self._fetches.discard)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import concurrent.futures as futures
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ from kvdrive_jax.tiers.shared import Shared
 from kvdrive_jax.tiers.staging import Transit
 
 Array = npt.NDArray[Any]
+Result = TypeVar("Result")
+Job = Callable[[futures.Future[Any]], None]
 IdArray = npt.NDArray[np.integer[Any]]
 
 
@@ -254,6 +256,24 @@ class PageStore:
             )
         return ids[0], ids[1], ids[2], page_rows(out, geometry.dram_page_bytes)[:m]
 
+    def submit(
+        self, rows: Sequence[SessionPages | None], done: futures.Future[Result], job: Job
+    ) -> None:
+        """Run ``job(done)`` on a fetch worker; it must finish ``done``, itself or through another
+        thread, unless it raises: that is then the future's error. The sessions ``rows`` are not
+        closed before ``done`` is finished."""
+        for session in rows:
+            if session is not None:
+                session.track(done)
+
+        def run() -> None:
+            try:
+                job(done)
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._fetchers.submit(run)
+
     def submit_fetch(
         self,
         layer: int,
@@ -264,11 +284,14 @@ class PageStore:
         out: Array,
     ) -> futures.Future[FetchCount]:
         """``fetch`` on a worker. Its errors are those of the future; ``out`` is the worker's until
-        the future is done. Sessions in it are not closed before that."""
-        future = self._fetchers.submit(self.fetch, layer, rows, row, head, chunk, out)
-        for session in rows:
-            session.track(future)
-        return future
+        the future is done."""
+        fetched: futures.Future[FetchCount] = futures.Future()
+
+        def job(done: futures.Future[FetchCount]) -> None:
+            done.set_result(self.fetch(layer, rows, row, head, chunk, out))
+
+        self.submit(rows, fetched, job)
+        return fetched
 
     def begin_step(self) -> None:
         """A decode step begins: what it reads and ranks is worth more to DRAM than before."""

@@ -1,0 +1,152 @@
+"""How miss lists reach the host: one seam, two ways.
+
+*copy*: the list is copied as soon as it is computed, and the engine's thread asks whether it is
+there. *callback*: the compiled select hands it over while it runs, and rings. Either way the host
+gets ids, never KV; a callback returns at once and never touches JAX.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from contextlib import suppress
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jax.experimental.buffer_callback import buffer_callback
+
+from kvdrive_jax import compat
+from kvdrive_jax.config import MissListWay
+
+Ids = np.ndarray[Any, Any]
+
+
+class Bell:
+    """Wakes the engine's thread; any thread rings."""
+
+    def __init__(self) -> None:
+        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def ring(self) -> None:
+        """Something has happened."""
+        self._rings.put(None)
+
+    def wait(self, timeout: float | None) -> None:
+        """Until it rings, or ``timeout`` seconds; all rings so far count as one."""
+        with suppress(queue.Empty):
+            self._rings.get(timeout=timeout)
+            while True:
+                self._rings.get_nowait()
+
+
+class MissLists(Protocol):
+    """One way for the miss lists of a batch's micro-batches."""
+
+    def ticket(self, micro_batch: int) -> jax.Array | None:
+        """What select is given for a micro-batch, once for all steps."""
+        ...
+
+    def start(self, missing: jax.Array) -> None:
+        """Select has been dispatched; ``missing`` [2, B, K, P] is its miss list."""
+        ...
+
+    def arrived(self, micro_batch: int, missing: jax.Array) -> Ids | None:
+        """The list, or None as long as it is not there."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will arrive."""
+        ...
+
+
+class Copies:
+    """Lists that are copied to the host and polled."""
+
+    def ticket(self, micro_batch: int) -> None:
+        """Nothing: the way asks nothing of select."""
+        return
+
+    def start(self, missing: jax.Array) -> None:
+        """The copy goes on its way."""
+        missing.copy_to_host_async()
+
+    def arrived(self, micro_batch: int, missing: jax.Array) -> Ids | None:
+        """The list, once it is computed."""
+        return np.asarray(missing) if compat.is_ready(missing) else None
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+_INBOXES: dict[int, Callbacks] = {}
+_NUMBERS = itertools.count(1)
+_MICRO_BATCHES = 1 << 12
+
+
+class Callbacks:
+    """Lists that compiled selects hand over; they ring ``bell``."""
+
+    def __init__(self, bell: Bell) -> None:
+        self._bell = bell
+        self._lists: dict[int, queue.SimpleQueue[Ids]] = {}
+        self._lock = threading.Lock()
+        # Tickets are int32.
+        self._number = next(_NUMBERS) % (2**31 // _MICRO_BATCHES)
+        _INBOXES[self._number] = self
+
+    def ticket(self, micro_batch: int) -> jax.Array:
+        """Says whose list it is."""
+        self._lists.setdefault(micro_batch, queue.SimpleQueue())
+        return jnp.int32(self._number * _MICRO_BATCHES + micro_batch)
+
+    def start(self, missing: jax.Array) -> None:
+        """It comes by itself."""
+
+    def arrived(self, micro_batch: int, missing: jax.Array) -> Ids | None:
+        """The oldest list of the micro-batch that nobody has taken."""
+        try:
+            return self._lists[micro_batch].get_nowait()
+        except queue.Empty:
+            return None
+
+    def put(self, micro_batch: int, missing: Ids) -> None:
+        """Called by the callback, on a thread of the backend's."""
+        self._lists[micro_batch].put(missing)
+        self._bell.ring()
+
+    def close(self) -> None:
+        """What still comes is dropped."""
+        _INBOXES.pop(self._number, None)
+
+
+def miss_lists(way: MissListWay, bell: Bell) -> MissLists:
+    """The way that was asked for; auto is copies, see ``benchmarks.pipeline overhead``."""
+    return Callbacks(bell) if way == "callback" else Copies()
+
+
+def _deliver(ticket: Any, missing: Any) -> None:
+    # A batch that was given up no longer has an inbox.
+    number, micro_batch = divmod(int(np.asarray(ticket)), _MICRO_BATCHES)
+    inbox = _INBOXES.get(number)
+    if inbox is not None:
+        # A copy: what is handed over is the backend's again when this returns.
+        inbox.put(micro_batch, np.asarray(missing).copy())
+
+
+def _deliver_buffers(_: Any, done: Any, ticket: Any, missing: Any) -> None:
+    np.asarray(done)[...] = 0
+    _deliver(ticket, missing)
+
+
+def hand_over(ticket: jax.Array, missing: jax.Array) -> None:
+    """Inside a compiled function: give a miss list to the `Callbacks` that made ``ticket``."""
+    if compat.platform() == "cpu":
+        # Sees the arrays where they are: no copy, and no JAX within the callback.
+        done = jax.ShapeDtypeStruct((), jnp.int32)
+        buffer_callback(_deliver_buffers, done, has_side_effect=True)(ticket, missing)
+    else:
+        io_callback(_deliver, None, ticket, missing, ordered=False)
