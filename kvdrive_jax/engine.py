@@ -37,6 +37,7 @@ from kvdrive_jax.shapes import Stored
 from kvdrive_jax.telemetry import BudgetError, Ledger, Progress
 from kvdrive_jax.text import check_stop_strings
 from kvdrive_jax.tiers.link import Links
+from kvdrive_jax.timeline import Timeline
 
 
 class Engine:
@@ -250,12 +251,14 @@ class Engine:
         chat: bool | None = None,
         system: str | None = None,
         recorder: TraceRecorder | None = None,
+        timeline: Timeline | None = None,
         session: SavedSession | str | os.PathLike[str] | None = None,
         save_session: str | os.PathLike[str] | None = None,
     ) -> Generator[StreamEvent, None, None]:
         """Text as it is made, one event after another; the last of a session has its Generation.
 
         recorder: gets what every step ranks, see ``kvdrive_jax.window.trace``.
+        timeline: gets what ran when, see ``kvdrive_jax.timeline_file``; of this call alone.
         session: a saved one, or where it is, to go on with, of a single prompt: without a prompt
         where it ended; a prompt that begins with the same tokens is prefilled from the first whole
         block of prefill in which it differs on.
@@ -283,6 +286,7 @@ class Engine:
             stop=stop,
             ignore_eos=ignore_eos,
             recorder=recorder,
+            timeline=timeline,
             session=session,
             save_session=save_session,
         )
@@ -296,6 +300,7 @@ class Engine:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         recorder: TraceRecorder | None = None,
+        timeline: Timeline | None = None,
         session: SavedSession | None = None,
         save_session: str | os.PathLike[str] | None = None,
     ) -> Generator[StreamEvent, None, None]:
@@ -341,7 +346,9 @@ class Engine:
             )
 
         save_to = None if save_session is None else os.fspath(save_session)
-        return self._run(groups, plans, start, sampling or SamplingConfig(), recorder, save_to)
+        return self._run(
+            groups, plans, start, sampling or SamplingConfig(), recorder, timeline, save_to
+        )
 
     def _resume(
         self, saved: SavedSession, prompt: Sequence[int], max_new_tokens: int
@@ -373,9 +380,10 @@ class Engine:
         start: Callable[[int], Session],
         sampling: SamplingConfig,
         recorder: TraceRecorder | None,
+        timeline: Timeline | None,
         save_to: str | None,
     ) -> Generator[StreamEvent, None, None]:
-        report = self._report = RunReport(self.name)
+        report = self._report = RunReport(self.name, timeline)
         tools = Tools(
             model=self.model,
             config=self.config,
@@ -385,6 +393,7 @@ class Engine:
             recorder=recorder,
             links=self._links,
             saves=save_to is not None,
+            timeline=report.timeline,
         )
         for group, plan in zip(groups, plans, strict=True):
             sessions = [start(number) for number in group]
