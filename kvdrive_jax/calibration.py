@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ from kvdrive_jax.pipeline.calibrate_store import (
     CalibrationStore,
     Timed,
 )
-from kvdrive_jax.pipeline.scheduler import Arrangement
+from kvdrive_jax.pipeline.parts import Arrangement
 from kvdrive_jax.telemetry import BudgetError, Ledger
 from kvdrive_jax.tiers.link import Link, Links
 from kvdrive_jax.tiers.pages import PageGeometry
@@ -45,28 +45,12 @@ from kvdrive_jax.window.profile import Profile
 from kvdrive_jax.window.sizing import MostMultiple, WindowShape
 
 if TYPE_CHECKING:
+    from kvdrive_jax.methods.base import BatchMethod
     from kvdrive_jax.plan import Plan
 
 FEWEST_STEPS: Final = 16
 """With fewer new tokens nothing is measured."""
 ACCOUNT: Final = "calibration"
-
-
-class Arrangeable(Protocol):
-    """A batch whose arrangement can be changed between two steps, without changing its tokens."""
-
-    @property
-    def arrangement(self) -> Arrangement:
-        """The one in force."""
-        ...
-
-    def arrange(self, arrangement: Arrangement) -> None:
-        """Change it."""
-        ...
-
-    def arrangements(self) -> list[Arrangement]:
-        """Those worth trying; one where there is nothing to choose."""
-        ...
 
 
 @functools.cache
@@ -199,7 +183,7 @@ class Calibrator:
 
     # Arrangement
 
-    def begin(self, method: Arrangeable, plan: Plan) -> BatchCalibration:
+    def begin(self, method: BatchMethod, plan: Plan) -> BatchCalibration:
         """Calibration beside the decode steps of a batch that is prefilled."""
         return BatchCalibration(self, method, plan)
 
@@ -264,12 +248,13 @@ class Calibrator:
 class BatchCalibration:
     """The search for one batch's arrangement, beside its decode steps.
 
-    Call ``before_step`` before each and ``after_step`` with its seconds after it.
+    Call ``before_step`` before each, and ``after_step`` when its tokens are on the host.
     """
 
-    def __init__(self, calibrator: Calibrator, method: Arrangeable, plan: Plan) -> None:
+    def __init__(self, calibrator: Calibrator, method: BatchMethod, plan: Plan) -> None:
         self._calibrator, self._method, self._plan = calibrator, method, plan
         self._search: Search | None = None
+        self._began = time.perf_counter()
         self._started = self._change_s = 0.0
         self._running: Arrangement | None = None
         self._active = -1
@@ -292,7 +277,6 @@ class BatchCalibration:
         """Arrange the batch for the next step."""
         if self._search is None:
             return
-        self._started = self._started or time.perf_counter()
         wanted = self._search.next()
         if wanted is None:
             self._end(self._search)
@@ -300,12 +284,14 @@ class BatchCalibration:
         start = time.perf_counter()
         if wanted != self._method.arrangement:
             self._method.arrange(wanted)
-        self._change_s = time.perf_counter() - start
+        self._started = time.perf_counter()
+        self._change_s = self._started - start
         self._running = wanted
 
-    def after_step(self, seconds: float, active: int) -> None:
-        """The step took so many seconds, the change before it included, with so many sessions; the
-        search ends when one has left, as steps are then no longer alike."""
+    def after_step(self, active: int) -> None:
+        """The step, of so many sessions, is over. The search ends when one has left: steps are then
+        no longer alike."""
+        seconds = time.perf_counter() - self._started
         used, self._running = self._running, None
         if self._search is None or used is None:
             return
@@ -313,8 +299,7 @@ class BatchCalibration:
             self._end(self._search)
             return
         self._active = active
-        step_s = max(1e-9, seconds - self._change_s)
-        self._search = self._search.note(used, step_s, self._change_s)
+        self._search = self._search.note(used, seconds, self._change_s)
 
     def _end(self, search: Search) -> None:
         self._search = None
@@ -328,11 +313,11 @@ class BatchCalibration:
             others=tuple(_timed(search, used) for used in search.tried if used != best),
         )
         self._calibrator.keep(self._plan, result)
-        spent = time.perf_counter() - self._started
+        spent = time.perf_counter() - self._began
         self._calibrator.tell(self._line(result, f"calibrated in {spent:.1f} s"))
 
     def _line(self, result: ArrangementResult, how: str) -> str:
-        parts = [f"{_words(result.chosen.arrangement)}: {1e3 * result.chosen.step_s:.1f} ms a step"]
+        parts = [f"{result.chosen.arrangement}: {1e3 * result.chosen.step_s:.1f} ms a step"]
         if result.others:
             others = sorted(result.others, key=lambda other: other.step_s)
             tried = ", ".join(
@@ -347,10 +332,6 @@ class BatchCalibration:
 
 def _timed(search: Search, used: Arrangement) -> Timed:
     return Timed(micro_batch=used.micro_batch, cohorts=used.cohorts, step_s=search.value(used))
-
-
-def _words(arrangement: Arrangement) -> str:
-    return f"micro-batches of {arrangement.micro_batch} in {arrangement.cohorts} cohort(s)"
 
 
 def _link(link: Link | None) -> str:

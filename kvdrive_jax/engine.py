@@ -398,7 +398,14 @@ class Engine:
         for group, plan in zip(groups, plans, strict=True):
             sessions = [start(number) for number in group]
             yield from run_batch(
-                tools, sessions, plan, sampling, report, quiet=self._quiet, save_to=save_to
+                tools,
+                sessions,
+                plan,
+                sampling,
+                report,
+                quiet=self._quiet,
+                calibrator=self._calibrator,
+                save_to=save_to,
             )
 
     def model_eos(self) -> frozenset[int]:

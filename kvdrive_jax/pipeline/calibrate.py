@@ -25,11 +25,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvdrive_jax.pipeline.scheduler import Arrangement
+from kvdrive_jax.pipeline.parts import Arrangement
 
 Sizes = npt.NDArray[np.float64]
 
-SEARCH_S: Final = 9.0
+SEARCH_S: Final = 7.0
 """Seconds within which an arrangement is found, compilation of what is tried included."""
 SAMPLES: Final = 3
 """Steps that an arrangement is judged by, where they are short; the one before them, in which it is

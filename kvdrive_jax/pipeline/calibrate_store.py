@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvdrive_jax.files import cache_folder, name_of, number, of_kind, read_json, typed, write_json
 from kvdrive_jax.pipeline.calibrate import WindowCosts
-from kvdrive_jax.pipeline.scheduler import Arrangement
+from kvdrive_jax.pipeline.parts import Arrangement
 
 VERSION: Final = 1
 LARGEST_BYTES: Final = 4 << 20
