@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvdrive_jax import compat
+from kvdrive_jax.calibration import BatchCalibration, Calibrator
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Draws, Tools, int32
 from kvdrive_jax.methods.table import METHODS
 from kvdrive_jax.models.rope import inverse_frequencies
@@ -90,11 +91,12 @@ def run_batch(
     report: RunReport,
     *,
     quiet: bool,
+    calibrator: Calibrator,
     save_to: str | None = None,
 ) -> Generator[StreamEvent, None, None]:
     """Events of one batch. Whatever ends it, everything it held is given back.
 
-    save_to: where its only session is saved when it ends.
+    calibrator: finds its arrangement; save_to: where its only session is saved when it ends.
 
     Sessions that have not ended when the iterator is closed or interrupted end as ``cancelled``.
     """
@@ -111,6 +113,7 @@ def run_batch(
         method = METHODS[tools.config.method](tools, plan, rows)
         batch = _Batch(tools, sessions, plan, rows, method, report, quiet, save_to)
         logits = batch.prefill()
+        batch.calibration = calibrator.begin(method, plan)
         yield from batch.decode(logits, sampling)
     except (KeyboardInterrupt, GeneratorExit) as error:
         if batch is not None and isinstance(error, GeneratorExit):
@@ -138,6 +141,7 @@ class _Batch:
         save_to: str | None,
     ) -> None:
         self.save_to = save_to
+        self.calibration: BatchCalibration | None = None
         self._logits = jnp.zeros((0, 0))
         self.tools, self.sessions, self.plan = tools, sessions, plan
         self.rows, self.method, self.report, self.quiet = rows, method, report, quiet
@@ -324,9 +328,13 @@ class _Batch:
         with self.tools.clock.measure("compute"):
             tokens, finite = jax.device_get(drawing)
         self.tools.timeline.span("device", "draw", begun, time.perf_counter())
+        if self.calibration is not None:
+            self.calibration.after_step(int(self.rows.active.sum()))
         return tokens, finite
 
     def _step(self) -> jax.Array:
+        if self.calibration is not None:
+            self.calibration.before_step()
         tokens = int32(np.array([session.last_token for session in self.sessions]))
         logits = self.method.step(tokens)
         self.rows.length[self.rows.active] += 1

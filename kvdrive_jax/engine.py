@@ -18,6 +18,7 @@ import numpy as np
 from kvdrive_jax import compat
 from kvdrive_jax.batch import run_batch
 from kvdrive_jax.budgets import Budgets, resolve_budgets
+from kvdrive_jax.calibration import Calibrator, check_calibrate
 from kvdrive_jax.checks import check_config, check_length
 from kvdrive_jax.config import KVDriveConfig, format_size
 from kvdrive_jax.methods.base import Tools
@@ -70,6 +71,15 @@ class Engine:
         self._ledger = Ledger(hbm=self.budgets.hbm, dram=self.budgets.dram, ssd=self.budgets.ssd)
         self._ledger.reserve("hbm", "weights", model.nbytes)
         self._report: RunReport | None = None
+        self._calibrator = Calibrator(
+            self.config,
+            model.config,
+            model.dtype,
+            model.digest,
+            self.budgets,
+            links=self._links,
+            quiet=quiet,
+        )
 
     @classmethod
     def from_pretrained(
@@ -90,6 +100,7 @@ class Engine:
         budgets = resolve_budgets(config.tiers)
         known = describe_pretrained(model, config.dtype, context_length=config.context_length)
         check_config(config, known.config, known.dtype)
+        check_calibrate(config)
         weights = known.parameters * known.dtype.itemsize
         if weights > budgets.hbm:
             raise BudgetError(
@@ -151,6 +162,9 @@ class Engine:
             budgets=self.budgets,
             digest=model.digest,
             stored=stored,
+            most_window=self._calibrator.most_window(
+                len(prompt_tokens), max_new_tokens, self._ledger
+            ),
         )
 
     def config_line(self) -> str:
@@ -396,7 +410,14 @@ class Engine:
         for group, plan in zip(groups, plans, strict=True):
             sessions = [start(number) for number in group]
             yield from run_batch(
-                tools, sessions, plan, sampling, report, quiet=self._quiet, save_to=save_to
+                tools,
+                sessions,
+                plan,
+                sampling,
+                report,
+                quiet=self._quiet,
+                calibrator=self._calibrator,
+                save_to=save_to,
             )
 
     def model_eos(self) -> frozenset[int]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvdrive_jax.config import KVDriveConfig, Precision
 from kvdrive_jax.models.model import Model, ModelDef
+from kvdrive_jax.pipeline.parts import Arrangement
 from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.recorder import TraceRecorder
 from kvdrive_jax.plan import Plan
@@ -95,6 +96,17 @@ class BatchMethod(ABC):
         self._logits: jax.Array | None = None
         self.failed: dict[int, str] = {}
         """Rows whose KV is lost, and why; their sessions end, the others go on."""
+        self.arrangement = Arrangement(plan.shape.batch)
+        """How the batch is cut."""
+
+    def arrangements(self) -> list[Arrangement]:
+        """What `arrange` may be given; any of them gives the same tokens."""
+        return [self.arrangement]
+
+    def arrange(self, arrangement: Arrangement) -> None:
+        """Cut the batch anew, between two steps."""
+        if arrangement not in self.arrangements():
+            raise ValueError(f"arrangement must be one of {self.arrangements()}, got {arrangement}")
 
     @abstractmethod
     def absorb(self, row: int, layer: int, prompt: PromptLayer) -> None:
