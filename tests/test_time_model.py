@@ -18,7 +18,7 @@ from kvdrive_jax.pipeline.parts import Arrangement
 from kvdrive_jax.plan.__main__ import main
 from kvdrive_jax.plan.costs import FloorCosts, Missing, step_times
 from kvdrive_jax.plan.hardware import HARDWARE, Hardware, hardware, sustained
-from kvdrive_jax.plan.hits import MEASURED, HitRates, dram_hit_rate
+from kvdrive_jax.plan.hits import MEASURED, dram_hit_rate
 from kvdrive_jax.plan.predict import best, compare, default_budgets, plan_case, predict
 from kvdrive_jax.plan.simulate import Cohort, MicroBatch, StepTimes, simulate
 from kvdrive_jax.plan.work import Case, full_attention, parameter_count
