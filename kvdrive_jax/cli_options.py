@@ -316,6 +316,7 @@ def _metavar(name: str) -> str:
         "profile": "FILE",
         "multiple": "X",
         "budget": "N",
+        "calibrate": "auto|off|FILE",
         "index": "NAME[:BITS]",
     }
     return known.get(name, "SIZE")

@@ -18,6 +18,7 @@ import numpy as np
 from kvdrive_jax import compat
 from kvdrive_jax.batch import run_batch
 from kvdrive_jax.budgets import Budgets, resolve_budgets
+from kvdrive_jax.calibration import Calibrator, check_calibrate
 from kvdrive_jax.checks import check_config, check_length
 from kvdrive_jax.config import KVDriveConfig, format_size
 from kvdrive_jax.methods.base import Tools
@@ -70,6 +71,15 @@ class Engine:
         self._ledger = Ledger(hbm=self.budgets.hbm, dram=self.budgets.dram, ssd=self.budgets.ssd)
         self._ledger.reserve("hbm", "weights", model.nbytes)
         self._report: RunReport | None = None
+        self._calibrator = Calibrator(
+            self.config,
+            model.config,
+            model.dtype,
+            model.digest,
+            self.budgets,
+            links=self._links,
+            quiet=quiet,
+        )
 
     @classmethod
     def from_pretrained(
@@ -90,6 +100,7 @@ class Engine:
         budgets = resolve_budgets(config.tiers)
         known = describe_pretrained(model, config.dtype, context_length=config.context_length)
         check_config(config, known.config, known.dtype)
+        check_calibrate(config)
         weights = known.parameters * known.dtype.itemsize
         if weights > budgets.hbm:
             raise BudgetError(
@@ -151,6 +162,9 @@ class Engine:
             budgets=self.budgets,
             digest=model.digest,
             stored=stored,
+            most_window=self._calibrator.most_window(
+                len(prompt_tokens), max_new_tokens, self._ledger
+            ),
         )
 
     def config_line(self) -> str:
@@ -169,6 +183,7 @@ class Engine:
                 f"group {retrieval.group_rule}",
                 f"window {'auto' if window is None else f'x{window:g}'}",
                 f"eviction {config.window.eviction}",
+                self._schedule(),
             ]
         parts += [
             f"context {self.context_length}",
@@ -184,6 +199,17 @@ class Engine:
         if tiers.dram_dtype != "model" or tiers.ssd_precision != "model":
             parts.append(f"pages {tiers.dram_dtype} in DRAM, {tiers.ssd_precision} on SSD")
         return ", ".join([*parts, f"on {compat.device_name()}"])
+
+    def _schedule(self) -> str:
+        pipeline = self.config.pipeline
+        parts = [f"schedule {pipeline.schedule}"]
+        if pipeline.schedule == "speculative":
+            parts.append("(selects by the layer before: other tokens)")
+        if pipeline.micro_batch is not None:
+            parts.append(f"micro-batch {pipeline.micro_batch}")
+        if pipeline.cohorts is not None:
+            parts.append(f"cohorts {pipeline.cohorts}")
+        return " ".join(parts)
 
     def stats(self) -> dict[str, Any]:
         """Figures of the last call; the fields are those of ``docs/stats.md``."""
@@ -384,7 +410,14 @@ class Engine:
         for group, plan in zip(groups, plans, strict=True):
             sessions = [start(number) for number in group]
             yield from run_batch(
-                tools, sessions, plan, sampling, report, quiet=self._quiet, save_to=save_to
+                tools,
+                sessions,
+                plan,
+                sampling,
+                report,
+                quiet=self._quiet,
+                calibrator=self._calibrator,
+                save_to=save_to,
             )
 
     def model_eos(self) -> frozenset[int]:

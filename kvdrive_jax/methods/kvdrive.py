@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvdrive_jax.config import Precision
-from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
+from kvdrive_jax.methods.base import BatchMethod, BatchRows, Drawn, Draws, Tools, int32
+from kvdrive_jax.methods.kvdrive_burst import draw_burst
 from kvdrive_jax.methods.kvdrive_decode import TieredStages
 from kvdrive_jax.methods.kvdrive_saved import Kept, from_arrays, to_arrays
 from kvdrive_jax.methods.kvdrive_state import BatchState, make_steps
@@ -167,7 +168,7 @@ class KVDrive(BatchMethod):
         shape = self.plan.shape
         n_chunks = shape.prompt_chunks[row]
         self._n_chunks[row] = n_chunks
-        at, count = int32(row), int32(n_chunks)
+        count = int32(n_chunks)
         parts = take_apart(
             self._spec,
             prompt,
@@ -187,8 +188,7 @@ class KVDrive(BatchMethod):
         if self.plan.resident:
             if self._recorder is not None:
                 self._recorder.prompt(row, layer, parts.importance, count)
-            held = self._state.resident
-            held[layer] = insert_resident(held[layer], at, parts.pages)
+            self._fill(row, layer, parts.pages)
         else:
             ranked = self._warm(row, layer, parts.pages, parts.importance)
             self._pending.append((row, layer, parts._replace(importance=ranked)))
@@ -199,6 +199,11 @@ class KVDrive(BatchMethod):
         place = self._state.places[row]
         state = self._state.near[place.cohort]
         state[layer] = insert_state(state[layer], int32(place.row), near)
+
+    def _fill(self, row: int, layer: int, pages: jax.Array | np.ndarray[Any, Any]) -> None:
+        """All pages of a session's layer into the window that holds every chunk."""
+        windows = self._state.windows
+        windows[0] = insert_resident(windows[0], int32(row), int32(layer), pages)
 
     def _warm(self, row: int, layer: int, pages: jax.Array, importance: jax.Array) -> jax.Array:
         """Fill a session's windows of one layer; the importance [K, N] that was gone by."""
@@ -262,7 +267,8 @@ class KVDrive(BatchMethod):
         state, place = self._state, self._state.places[row]
         window = None
         if self.plan.resident:
-            rows = np.asarray(self._state.resident[layer][row])
+            size = kv_heads * self.plan.shape.chunk_capacity
+            rows = np.asarray(state.windows[0][row, layer * size : (layer + 1) * size])
             pages = rows.reshape(kv_heads, -1, *rows.shape[1:])[:, :n]
         else:
             assert self._tiers is not None
@@ -291,8 +297,7 @@ class KVDrive(BatchMethod):
         if self.tools.saves:
             self._kept[row, layer] = made.kept
         if self.plan.resident:
-            held = self._state.resident
-            held[layer] = insert_resident(held[layer], int32(row), made.stored)
+            self._fill(row, layer, made.stored)
             return
         pages = as_pages(made.stored, geometry.dram, geometry.page_shape, geometry.dtype)
         importance = self._warm(row, layer, pages, jnp.asarray(made.kept.importance))
@@ -310,40 +315,71 @@ class KVDrive(BatchMethod):
     # Decode
 
     def layers(self, hidden: jax.Array) -> jax.Array:
-        rows, shape = self.rows, self.plan.shape
         if self._tiers is not None and self._tiers.direct:
             hidden = committed(hidden)
-        chunk = self._spec.chunk_size
-        near_rows = rows.length - self._n_chunks * chunk
-        if np.any(near_rows[rows.active] >= shape.near_capacity):
-            self._flush(near_rows)
-            near_rows = rows.length - self._n_chunks * chunk
-        # Ended sessions are carried along with nothing to select and a near row that exists.
-        n_chunks = np.where(rows.active, self._n_chunks, 0)
+        near_rows = self._make_room()
         steps = make_steps(
-            rows,
+            self.rows,
             self._state.cohorts,
-            n_chunks,
-            np.minimum(near_rows, shape.near_capacity - 1),
+            self._present_chunks(),
+            np.minimum(near_rows, self.plan.shape.near_capacity - 1),
             self._rope,
         )
+        self.count_step()
+        if self._stages is None:
+            hidden, ranked = self._resident_step(hidden, steps[0, self.plan.shape.batch])
+        else:
+            taken = np.minimum(self._present_chunks(), self._spec.selected)
+            hidden, ranked = self._stages.step(hidden, steps, taken, self.rows.active)
+        if self._recorder is not None:
+            self._recorder.step(ranked, self.rows.active)
+        return hidden
+
+    def _near_rows(self) -> np.ndarray[Any, Any]:
+        """[B] the near row that each session's next token takes."""
+        return self.rows.length - self._n_chunks * self._spec.chunk_size
+
+    def _make_room(self) -> np.ndarray[Any, Any]:
+        """The same, once near buffers that are full are flushed."""
+        near_rows = self._near_rows()
+        if np.any(near_rows[self.rows.active] >= self.plan.shape.near_capacity):
+            self._flush(near_rows)
+            near_rows = self._near_rows()
+        return near_rows
+
+    def _present_chunks(self) -> np.ndarray[Any, Any]:
+        """[B] chunks to choose from: ended sessions are carried along with none."""
+        return np.where(self.rows.active, self._n_chunks, 0)
+
+    def count_step(self) -> None:
+        n_chunks, near_rows = self._present_chunks(), self._near_rows()
         taken = np.minimum(n_chunks, self._spec.selected)
         attended = self._attended_chunks(n_chunks, taken)
-        for row, count in enumerate(rows.counts):
-            if rows.active[row]:
+        config = self.tools.model.config
+        counted = config.num_layers * config.num_kv_heads
+        for row, count in enumerate(self.rows.counts):
+            if self.rows.active[row]:
                 count.steps += 1
-                count.attended_tokens += int(near_rows[row]) + 1 + float(attended[row]) * chunk
-        model = self.tools.model
-        counted = model.config.num_layers * model.config.num_kv_heads
-        for row, count in enumerate(rows.counts):
+                chunks = float(attended[row]) * self._spec.chunk_size
+                count.attended_tokens += int(near_rows[row]) + 1 + chunks
             count.selected_chunks += int(taken[row]) * counted
-        if self._stages is None:
-            hidden, ranked = self._resident_step(hidden, steps[0, shape.batch])
-        else:
-            hidden, ranked = self._stages.step(hidden, steps, taken)
-        if self._recorder is not None:
-            self._recorder.step(ranked, rows.active)
-        return hidden
+
+    def burst(self, draws: Draws, limit: int) -> Drawn | None:
+        # Rankings are recorded, and sessions saved, between any two steps.
+        if self._stages is not None or self._recorder is not None or self.tools.saves:
+            return None
+        near_rows, capacity = self._make_room(), self.plan.shape.near_capacity
+        room = capacity - int(near_rows[self.rows.active].max())
+        return draw_burst(
+            self.tools,
+            self._spec,
+            self._state,
+            self.rows,
+            draws,
+            n_chunks=self._present_chunks(),
+            near_row=np.minimum(near_rows, capacity - 1),
+            limit=min(limit, room),
+        )
 
     def _resident_step(
         self, hidden: jax.Array, step: Step
@@ -359,7 +395,8 @@ class KVDrive(BatchMethod):
                     step,
                     near[layer],
                     state.index[0][layer],
-                    state.resident[layer],
+                    state.windows[0],
+                    int32(layer),
                 )
                 tokens += [token.k, token.v]
                 ranked.append(best)
@@ -394,6 +431,7 @@ class KVDrive(BatchMethod):
         full = self.rows.active & (near_rows >= shape.near_capacity)
         n_new = np.where(full, shape.flush_chunks, 0)
         state = self._state
+        state.unstack_index()
         for cohort in state.cohorts:
             at = cohort.rows
             if not n_new[at].any():
@@ -412,8 +450,14 @@ class KVDrive(BatchMethod):
                 for part, index in zip(parts, indexes, strict=True):
                     state.index[part.number][layer] = index
                 if self._tiers is None:
-                    held = state.resident
-                    held[layer] = grow_resident(held[layer], pages, new, before)
+                    state.windows[0] = grow_resident(
+                        state.windows[0],
+                        pages,
+                        new,
+                        before,
+                        int32(layer),
+                        chunks=shape.chunk_capacity,
+                    )
                     continue
                 host = np.asarray(pages)
                 for row in np.flatnonzero(n_new[at]).tolist():

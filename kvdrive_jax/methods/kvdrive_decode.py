@@ -115,11 +115,13 @@ class TieredStages:
         self,
         hidden: jax.Array,
         steps: dict[tuple[int, int], Step],
-        taken: np.ndarray[Any, np.dtype[np.int64]],
+        taken: np.ndarray[Any, Any],
+        active: np.ndarray[Any, Any],
     ) -> tuple[jax.Array, list[Ranked | None]]:
         """One token through all layers: hidden [B, E], and what was ranked in each layer.
 
-        taken: [B] chunks that each session selects per kv head.
+        taken: [B] chunks that each session selects per kv head; active: [B] bool: a cohort whose
+        sessions have all ended is left out.
         """
         layers, cohorts = self._tools.model.config.num_layers, self._state.cohorts
         self._taken = taken * self._tools.model.config.num_kv_heads
@@ -131,9 +133,18 @@ class TieredStages:
         cuts = tuple((part.first, part.last) for part in parts)
         rows = (hidden,) if len(cuts) == 1 else split_rows(hidden, cuts)
         states = [tuple(rows[part.number] for part in cohort.micro_batches) for cohort in cohorts]
-        states = run_layers(self, cohorts, layers, states, speculative=self._spec.speculative)
-        for cohort, tokens in zip(cohorts, self._tokens, strict=True):
-            self._append(cohort, tokens)
+        # Who records is told of every row.
+        going = [cohort for cohort in cohorts if self._spec.ranked or active[cohort.rows].any()]
+        after = run_layers(
+            self,
+            going,
+            layers,
+            [states[cohort.number] for cohort in going],
+            speculative=self._spec.speculative,
+        )
+        for cohort, state in zip(going, after, strict=True):
+            states[cohort.number] = state
+            self._append(cohort, self._tokens[cohort.number])
         ended = tuple(part for state in states for part in state)
         hidden = ended[0] if len(ended) == 1 else join_rows(ended)
         return hidden, [_all_rows(ranked) for ranked in self._ranked]
