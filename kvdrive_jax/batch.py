@@ -193,6 +193,7 @@ class _Batch:
             if session.resume is not None and known:
                 reused["first"] = int32(known)
                 reused["before"] = self._known_layer(layer, session.resume.saved, known)
+            begun = time.perf_counter()
             hidden, prompt = prefill_layer(
                 model.static,
                 leaves,
@@ -208,7 +209,10 @@ class _Batch:
             prompt.k.block_until_ready()
             before = time.perf_counter()
             method.absorb(row, layer, prompt)
-            self.report.index_s += time.perf_counter() - before
+            now = time.perf_counter()
+            self.report.index_s += now - before
+            self.tools.timeline.span("device", f"prefill {row}", begun, before, layer)
+            self.tools.timeline.span("device", f"index {row}", before, now, layer)
             progress.update(done + length * (layer + 1) // len(model.layers))
         logits: jax.Array = last_logits(model.static, model.ends, hidden, int32(length - known))
         return logits
