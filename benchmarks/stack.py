@@ -163,7 +163,7 @@ class Session:
         """
         rows, batch = self._rows, len(self._rows.active)
         rows.length[:] = self._stack.contexts
-        self._timeline.steps = []
+        self._timeline.done = []
         times: list[float] = []
         outputs: list[Array] = []
         tokens = [int32((np.arange(batch) * 7 + step) % VOCABULARY) for step in range(VOCABULARY)]
@@ -173,9 +173,9 @@ class Session:
                 before = self._counters()
             start = time.perf_counter()
             logits = self.method.step(tokens[step % VOCABULARY])
+            self.method.after_step()
             outputs.append(np.asarray(logits, np.float32))
             end = time.perf_counter()
-            self.method.after_step()
             times.append(end - start)
             self._timeline.end_step(start, end)
             rows.length += 1
@@ -192,7 +192,7 @@ class Session:
             setup_s=self.setup_s,
             computed=-(-batch // self._cohorts()),
             plan=self._plan,
-            spans=self._timeline.steps[warm_up:],
+            spans=self._timeline.done[warm_up:],
         )
 
     def _counters(self) -> tuple[dict[str, int], list[int], list[int]]:

@@ -42,7 +42,7 @@ class KeptTimeline(Timeline):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[StepSpans] = []
+        self.done: list[StepSpans] = []
         self._kept: list[Span] = []
 
     def span(
@@ -62,9 +62,9 @@ class KeptTimeline(Timeline):
         one = Span(lane, name, start, end, layer, micro_batch, cohort, nbytes, hits, misses)
         self._kept.append(one)
 
-    def end_step(self, start: float, end: float) -> None:
+    def end_step(self, start: float, end: float, steps: int = 1) -> None:
         """See `Timeline`."""
-        self.steps.append(StepSpans(start=start, end=end, spans=tuple(self._kept)))
+        self.done.append(StepSpans(start=start, end=end, spans=tuple(self._kept)))
         self._kept = []
 
 
