@@ -6,6 +6,7 @@ engine's own code. Sessions one at a time (batch size 1).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -120,6 +121,13 @@ def synthetic_prefill(seed: int = 0) -> Iterator[None]:
 
 
 @contextmanager
+def single_steps() -> Iterator[None]:
+    """Each step by itself, as where bursts would not pay: one event after another, with logits."""
+    with patch.object(batch, "BURST_FROM", math.inf):
+        yield
+
+
+@contextmanager
 def forced_tokens(ids: Sequence[int]) -> Iterator[None]:
     """The engine takes these tokens, whatever its logits say; give it as many new tokens."""
     coming = iter(ids)
@@ -127,7 +135,7 @@ def forced_tokens(ids: Sequence[int]) -> Iterator[None]:
     def next_tokens(logits: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
         return jnp.array([next(coming)], jnp.int32), jnp.isfinite(logits).all(axis=-1)
 
-    with patch.object(batch, "_next_tokens", next_tokens):
+    with single_steps(), patch.object(batch, "_next_tokens", next_tokens):
         yield
 
 
@@ -148,6 +156,7 @@ def recorded_logits() -> Iterator[list[np.ndarray[Any, Any]]]:
         return keep(step(self, tokens))
 
     with (
+        single_steps(),
         patch.object(batch, "last_logits", last_logits),
         patch.object(BatchMethod, "step", step_logits),
     ):

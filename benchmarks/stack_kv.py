@@ -291,6 +291,8 @@ class RealKV:
         left, other = tokens - own - SINK, last
         while left:
             other = (other + 1) % len(texts)
+            if other == last:
+                other = (other + 1) % len(texts)
             taken = min(left, FILLER - SINK)
             pieces.insert(1, (other, SINK, SINK + taken))
             left -= taken

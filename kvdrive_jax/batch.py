@@ -15,12 +15,13 @@ import numpy as np
 
 from kvdrive_jax import compat
 from kvdrive_jax.calibration import BatchCalibration, Calibrator
-from kvdrive_jax.methods.base import BatchMethod, BatchRows, Tools, int32
+from kvdrive_jax.methods.base import BatchMethod, BatchRows, Draws, Tools, int32
 from kvdrive_jax.methods.table import METHODS
 from kvdrive_jax.models.rope import inverse_frequencies
 from kvdrive_jax.pallas.prompt import prompt_implementation, why_not_prompt
 from kvdrive_jax.pipeline.indexing import put_together
 from kvdrive_jax.pipeline.prefill import embed_prompt, last_logits, prefill_layer
+from kvdrive_jax.pipeline.resident import padded_eos
 from kvdrive_jax.plan import Plan
 from kvdrive_jax.report import RunReport
 from kvdrive_jax.sampling import SamplingConfig, SamplingRule, SamplingValues, all_finite, choose
@@ -31,8 +32,30 @@ from kvdrive_jax.telemetry import Progress
 from kvdrive_jax.tiers.archive import ArchiveError
 from kvdrive_jax.tiers.pages import PageError
 
+Array = np.ndarray[Any, Any]
+
 SCRATCH = ("prefill", "logits")
 """HBM accounts that the batch itself holds; the rest is the method's."""
+
+BURST_S = 0.1
+"""About how long text may be held back for steps that share a dispatch, in seconds."""
+
+BURST_FROM = 64
+"""New tokens from which compiling bursts can pay."""
+
+
+class Pace:
+    """How many steps a burst may have, so that text still streams."""
+
+    def __init__(self) -> None:
+        self.steps = 1
+        self._known = False
+
+    def took(self, seconds: float, steps: int) -> None:
+        """The last burst. The first may have been compiled and tells nothing."""
+        if self._known:
+            self.steps = max(1, int(BURST_S * steps / max(seconds, 1e-9)))
+        self._known = True
 
 
 @partial(jax.jit, static_argnames="rule")
@@ -170,6 +193,7 @@ class _Batch:
             if session.resume is not None and known:
                 reused["first"] = int32(known)
                 reused["before"] = self._known_layer(layer, session.resume.saved, known)
+            begun = time.perf_counter()
             hidden, prompt = prefill_layer(
                 model.static,
                 leaves,
@@ -185,7 +209,10 @@ class _Batch:
             prompt.k.block_until_ready()
             before = time.perf_counter()
             method.absorb(row, layer, prompt)
-            self.report.index_s += time.perf_counter() - before
+            now = time.perf_counter()
+            self.report.index_s += now - before
+            self.tools.timeline.span("device", f"prefill {row}", begun, before, layer)
+            self.tools.timeline.span("device", f"index {row}", before, now, layer)
             progress.update(done + length * (layer + 1) // len(model.layers))
         logits: jax.Array = last_logits(model.static, model.ends, hidden, int32(length - known))
         return logits
@@ -226,45 +253,88 @@ class _Batch:
         self, logits: jax.Array, sampling: SamplingConfig
     ) -> Generator[StreamEvent, None, None]:
         """Tokens until every session has ended."""
-        sessions, rows, report = self.sessions, self.rows, self.report
-        numbers = int32(np.array([session.number for session in sessions]))
+        report = self.report
         # Text that streams to a terminal is progress enough, and a line that rewrites itself would
         # erase it.
         quiet = self.quiet or sys.stdout.isatty()
         progress = Progress("decode", self.plan.shape.max_new_tokens, "steps", quiet=quiet)
         start, saving = time.perf_counter(), report.save_s
-        step = 0
-        resumed = [session.resume for session in sessions if session.resume is not None]
-        if any(resume.whole and resume.saved.tail for resume in resumed):
-            # Its last token was drawn, but not gone through.
-            logits = self._step()
-        while True:
-            events = self._end_failed()
-            self._logits = logits
-            if sessions[0].max_new_tokens == 0:
-                events += [self._end(row, "length") for row in self._active()]
-            if rows.active.any():
-                drawn = int32(np.array([session.drawn for session in sessions]))
-                with self.tools.clock.measure("compute"):
-                    tokens, finite = jax.device_get(
-                        _next_tokens(logits, numbers, drawn, sampling.values, sampling.rule)
-                    )
-                if self.calibration is not None:
-                    self.calibration.after_step(int(rows.active.sum()))
-                events += self._accept(tokens, finite)
+        step = -1
+        for events in self._events(logits, sampling):
+            step += 1
+            progress.update(step)
             report.decode_s += time.perf_counter() - start
             yield from events
             start = time.perf_counter()
-            if not rows.active.any():
-                break
-            step += 1
-            progress.update(step)
-            logits = self._step()
-            report.decode_tokens += int(rows.active.sum())
         report.decode_s += time.perf_counter() - start - (report.save_s - saving)
         if step:
             rate = report.decode_tokens / report.decode_s
             progress.finish(f"decode {report.decode_tokens:,} tokens, {rate:.1f} tokens/s")
+
+    def _events(
+        self, logits: jax.Array, sampling: SamplingConfig
+    ) -> Generator[list[StreamEvent], None, None]:
+        """What comes of the prompt's logits, and then of each step."""
+        resumed = [session.resume for session in self.sessions if session.resume is not None]
+        if any(resume.whole and resume.saved.tail for resume in resumed):
+            # Its last token was drawn, but not gone through.
+            logits = self._step()
+        self._logits = logits
+        if self.sessions[0].max_new_tokens == 0:
+            yield [self._end(row, "length") for row in self._active()]
+            return
+        for tokens, finite in self._draws(sampling):
+            yield self._end_failed() + self._accept(tokens, finite)
+
+    def _draws(self, sampling: SamplingConfig) -> Generator[tuple[Array, Array], None, None]:
+        """Tokens [B], and whether the logits they are drawn from are finite [B]: those that follow
+        the prompt, then those of each step, until every session has ended."""
+        numbers = int32(np.array([session.number for session in self.sessions]))
+        eos = int32(padded_eos(self.sessions[0].eos_token_ids))
+        yield self._draw(numbers, sampling)
+        pace = Pace()
+        bursts = self.plan.shape.max_new_tokens >= BURST_FROM
+        while self.rows.active.any():
+            start = time.perf_counter()
+            sessions = self.sessions
+            draws = Draws(
+                last=[session.last_token for session in sessions],
+                drawn=[session.drawn for session in sessions],
+                numbers=numbers,
+                eos=eos,
+                sampling=sampling,
+            )
+            left = max(sessions[row].left for row in self._active())
+            burst = self.method.burst(draws, min(left, pace.steps)) if bursts else None
+            if burst is None:
+                self._logits = self._step()
+                self.report.decode_tokens += int(self.rows.active.sum())
+                drawn = self._draw(numbers, sampling)
+                self.tools.timeline.end_step(start, time.perf_counter())
+                yield drawn
+                continue
+            pace.took(time.perf_counter() - start, len(burst.tokens))
+            self.tools.timeline.span("device", "burst", start, time.perf_counter())
+            self.tools.timeline.end_step(start, time.perf_counter())
+            for drawn in zip(burst.tokens, burst.finite, strict=True):
+                if not self.rows.active.any():
+                    break  # what has ended a session here, the device did not know
+                self.method.count_step()
+                self.rows.length[self.rows.active] += 1
+                self.report.decode_tokens += int(self.rows.active.sum())
+                yield drawn
+
+    def _draw(self, numbers: jax.Array, sampling: SamplingConfig) -> tuple[Array, Array]:
+        drawn = int32(np.array([session.drawn for session in self.sessions]))
+        drawing = _next_tokens(self._logits, numbers, drawn, sampling.values, sampling.rule)
+        self.method.after_step()
+        begun = time.perf_counter()
+        with self.tools.clock.measure("compute"):
+            tokens, finite = jax.device_get(drawing)
+        self.tools.timeline.span("device", "draw", begun, time.perf_counter())
+        if self.calibration is not None:
+            self.calibration.after_step(int(self.rows.active.sum()))
+        return tokens, finite
 
     def _step(self) -> jax.Array:
         if self.calibration is not None:

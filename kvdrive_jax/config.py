@@ -449,6 +449,13 @@ class KVDriveConfig:
         _require(
             _positive_int(self.batch_size), "batch_size", "a positive integer", self.batch_size
         )
+        # What the unselected would have contributed depends on queries that it has only guessed.
+        _require(
+            self.pipeline.schedule != "speculative" or self.retrieval.estimate == "none",
+            "estimate",
+            "none with schedule speculative",
+            self.retrieval.estimate,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as they would stand in a TOML file."""

@@ -183,6 +183,7 @@ class Engine:
                 f"group {retrieval.group_rule}",
                 f"window {'auto' if window is None else f'x{window:g}'}",
                 f"eviction {config.window.eviction}",
+                self._schedule(),
             ]
         parts += [
             f"context {self.context_length}",
@@ -198,6 +199,17 @@ class Engine:
         if tiers.dram_dtype != "model" or tiers.ssd_precision != "model":
             parts.append(f"pages {tiers.dram_dtype} in DRAM, {tiers.ssd_precision} on SSD")
         return ", ".join([*parts, f"on {compat.device_name()}"])
+
+    def _schedule(self) -> str:
+        pipeline = self.config.pipeline
+        parts = [f"schedule {pipeline.schedule}"]
+        if pipeline.schedule == "speculative":
+            parts.append("(selects by the layer before: other tokens)")
+        if pipeline.micro_batch is not None:
+            parts.append(f"micro-batch {pipeline.micro_batch}")
+        if pipeline.cohorts is not None:
+            parts.append(f"cohorts {pipeline.cohorts}")
+        return " ".join(parts)
 
     def stats(self) -> dict[str, Any]:
         """Figures of the last call; the fields are those of ``docs/stats.md``."""

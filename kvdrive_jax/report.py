@@ -6,7 +6,7 @@ from typing import Any
 
 from kvdrive_jax.session import Session
 from kvdrive_jax.telemetry import TIERS, Ledger, StageClock, Traffic
-from kvdrive_jax.timeline import StepSums, Timeline
+from kvdrive_jax.timeline import Timeline
 
 
 class RunReport:
@@ -48,17 +48,18 @@ class RunReport:
                 tier: {"budget_bytes": ledger.budget(tier), "peak_bytes": ledger.peak(tier)}
                 for tier in TIERS
             },
-            "stage_s": self._stages(self.timeline.sums()),
+            "stage_s": self._stages(),
             "timeline": self.timeline.totals(),
         }
 
-    def _stages(self, sums: StepSums) -> dict[str, float]:
+    def _stages(self) -> dict[str, float]:
         """Where the wall time of decode went: what the device did, else what it waited for."""
         stages: dict[str, float] = {str(name): s for name, s in self.clock.snapshot().items()}
-        selecting = min(sums.work_s()["select"], sums.device_s)
-        stages["select"] += selecting
-        stages["compute"] += sums.device_s - selecting
-        stages["fetch"] += sum(sums.stalls.values()) - sums.stalls["engine"]
-        stages["stall"] += sums.stalls["engine"]
+        for sums in (self.timeline.skipped, self.timeline.sums()):
+            selecting = min(sums.work_s()["select"], sums.device_s)
+            stages["select"] += selecting
+            stages["compute"] += sums.device_s - selecting
+            stages["fetch"] += sum(sums.stalls.values()) - sums.stalls["engine"]
+            stages["stall"] += sums.stalls["engine"]
         stages["other"] = max(0.0, self.decode_s - sum(stages.values()))
         return stages

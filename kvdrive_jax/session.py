@@ -100,6 +100,11 @@ class Session:
         return len(self.token_ids) + (self.resume.drawn_before if self.resume else 0)
 
     @property
+    def left(self) -> int:
+        """Tokens it may still get."""
+        return self.max_new_tokens - len(self.token_ids)
+
+    @property
     def last_token(self) -> int:
         """The token that the next step decodes; any token once the session has ended."""
         return self.token_ids[-1] if self.token_ids else self.prompt_ids[-1]

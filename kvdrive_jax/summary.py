@@ -38,14 +38,16 @@ def stats_table(stats: dict[str, Any]) -> str:
     """``--stats``: where the time of a decode step went, and what was moved for it."""
     timeline = stats["timeline"]
     steps, wall = timeline["steps"], timeline["wall_s"]
+    first = timeline["first_step_s"]
     if not steps or not wall:
-        return "decode: no step was made"
+        return f"decode: one step of {first:.2f} s" if first else "decode: no step was made"
     work, stalls = timeline["work_s"], timeline["stall_s"]
     per_step = 1e3 / steps
     rate = stats["decode_tokens_per_s"]
     lines = [
-        f"decode: {steps:,} steps in {wall:.2f} s, {wall * per_step:.2f} ms a step; "
-        f"{rate or 0:.1f} tokens/s",
+        f"decode: {rate or 0:.1f} tokens/s; {steps:,} steps in {wall:.2f} s, "
+        f"{wall * per_step:.2f} ms a step, and before them the first, which may compile, "
+        f"{1e3 * first:.2f} ms",
         f"{'':20}{'ms a step':>12}{'of wall time':>14}",
     ]
 

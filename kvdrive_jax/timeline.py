@@ -103,9 +103,8 @@ class StepSums:
             within &= (until > from_) | (rank != 0)
             seconds = np.where(rank == 0, until - from_, end - start)
             self._count(key, np.where(within, seconds, 0.0), np.array(nbytes), within)
-            told = within & (np.array(hits) >= 0)
-            self.hits += int(np.array(hits)[told].sum())
-            self.misses += int(np.maximum(np.array(misses)[told], 0).sum())
+            self.hits += int(np.maximum(np.array(hits)[within], 0).sum())
+            self.misses += int(np.maximum(np.array(misses)[within], 0).sum())
             at = np.flatnonzero(within & (until > from_) & (rank < _NO_CAUSE))
             at = at[np.argsort(from_[at], kind="stable")]
             from_, until, rank = from_[at], until[at], rank[at]
@@ -201,13 +200,19 @@ class Timeline:
     """Collects spans of one call; any thread may add, the engine's thread does all else.
 
     keep: how many spans to keep for a trace; what comes after them is counted in ``dropped``.
+    skip: how many steps, which may compile, are left out of ``sums`` and are in ``skipped``.
     on_step: is told start and end of each step.
     """
 
     def __init__(
-        self, keep: int = 0, on_step: Callable[[float, float], None] | None = None
+        self,
+        keep: int = 0,
+        *,
+        skip: int = 1,
+        on_step: Callable[[float, float], None] | None = None,
     ) -> None:
-        self.keep, self.on_step = keep, on_step
+        self.keep, self.skip, self.on_step = keep, skip, on_step
+        self.skipped = StepSums()
         self.kept: list[tuple[Any, ...]] = []
         self.steps: list[tuple[float, float]] = []
         self.dropped = 0
@@ -215,6 +220,7 @@ class Timeline:
         self._append = self._spans.append
         self._taken = 0
         self._open: list[tuple[int, float, float]] = []
+        self._ended = 0
         self._steps = 0
         self._sums = StepSums()
 
@@ -239,18 +245,22 @@ class Timeline:
         """A decode step from ``start`` to ``end`` is over, or ``steps`` that ran as one."""
         count = len(self._spans) - self._taken
         self._taken += count
-        self._steps += steps
         self._open.append((count, start, end))
         if self.keep:
             self.steps.append((start, end))
         if self.on_step is not None:
             self.on_step(start, end)
+        self._ended += 1
+        if self._ended <= self.skip:
+            self._fold(self.skipped)
+            return
+        self._steps += steps
         if self._taken >= _TOGETHER or len(self._open) >= _TOGETHER:
-            self._fold()
+            self._fold(self._sums)
 
     def sums(self) -> StepSums:
-        """Of all steps that have ended."""
-        self._fold()
+        """Of all steps that have ended, those that are skipped apart."""
+        self._fold(self._sums)
         return self._sums
 
     def totals(self) -> dict[str, Any]:
@@ -259,6 +269,7 @@ class Timeline:
         lanes: dict[str, SpanSum] = {lane: sums.lane(lane, but=READ_AHEAD) for lane in LANES}
         lanes[READ_AHEAD] = sums.named("SSD->DRAM", READ_AHEAD)
         return {
+            "first_step_s": self.skipped.wall_s,
             "steps": self._steps,
             "wall_s": sums.wall_s,
             "device_busy_s": sums.device_s,
@@ -275,12 +286,12 @@ class Timeline:
 
     def spans(self) -> list[Span]:
         """Those kept for a trace, and those that came since the last step."""
-        self._fold()
+        self._fold(self._sums)
         rest = self._spans[: max(0, self.keep - len(self.kept))]
         return [*map(Span._make, self.kept), *map(Span._make, rest)]
 
-    def _fold(self) -> None:
-        """Add up and forget the steps that have ended."""
+    def _fold(self, sums: StepSums) -> None:
+        """Add the steps that have ended to ``sums``, and forget them."""
         spans, steps = self._spans[: self._taken], self._open
         del self._spans[: self._taken]  # workers may be adding to its end
         self._taken, self._open = 0, []
@@ -289,4 +300,4 @@ class Timeline:
             self.kept += spans[:room]
             self.dropped += len(spans[room:])
         if steps:
-            self._sums.add(spans, steps)
+            sums.add(spans, steps)

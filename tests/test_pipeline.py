@@ -236,6 +236,14 @@ def test_what_is_no_pipeline_is_refused(values: dict[str, Any], words: str) -> N
         PipelineConfig(**values)
 
 
+def test_speculation_has_no_estimate() -> None:
+    with pytest.raises(ValueError, match="estimate must be none with schedule speculative"):
+        KVDriveConfig(
+            retrieval=RetrievalConfig(estimate="chunks"),
+            pipeline=PipelineConfig(schedule="speculative"),
+        )
+
+
 def test_callbacks_of_a_closed_batch_are_dropped() -> None:
     from kvdrive_jax.pipeline.miss_lists import Bell, Callbacks, _deliver
 

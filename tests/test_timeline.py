@@ -73,7 +73,7 @@ def counted_by_tick(steps: list[tuple[int, int]], spans: list[list[Span]]) -> di
 @given(st.lists(STEP, min_size=1, max_size=3))
 def test_busy_and_stalls_add_up_to_the_wall_time(drawn: list[Any]) -> None:
     steps, spans = laid_out(drawn)
-    timeline = Timeline()
+    timeline = Timeline(skip=0)
     record(timeline, steps, spans)
     sums = timeline.sums()
     assert timeline.totals()["steps"] == len(steps)
@@ -121,9 +121,11 @@ def a_step(timeline: Timeline, at: float) -> None:
 def test_sums_of_a_step() -> None:
     timeline = Timeline()
     timeline.span("device", "prefill", 0.0, 5.0)  # before the first step: in no sum
-    for at in (10.0, 30.0):
+    for at in (10.0, 30.0, 50.0):
         a_step(timeline, at)
     sums = timeline.sums()
+    assert (timeline.skipped.wall_s, timeline.skipped.device_s) == (10, 6)
+    assert timeline.totals()["first_step_s"] == 10
     assert (timeline.totals()["steps"], sums.wall_s, sums.device_s) == (2, 20.0, 12.0)
     assert sums.stalls == {"SSD->DRAM": 2, "DRAM->HBM": 2, "host gather": 2, "engine": 2}
     assert sums.work_s() == {"select": 4, "fetch": 6, "compute": 6, "other": 2}
@@ -140,7 +142,7 @@ def test_sums_of_a_step() -> None:
 
 
 def test_spans_are_forgotten_unless_a_trace_is_written() -> None:
-    timeline, traced = Timeline(), Timeline(keep=3000)
+    timeline, traced = Timeline(skip=0), Timeline(keep=3000, skip=0)
     for step in range(2000):
         a_step(timeline, 10.0 * step)
         a_step(traced, 10.0 * step)
@@ -152,7 +154,7 @@ def test_spans_are_forgotten_unless_a_trace_is_written() -> None:
 
 
 def test_no_span_of_a_worker_is_lost_between_steps() -> None:
-    timeline, each, workers = Timeline(keep=10**6), 5_000, 3
+    timeline, each, workers = Timeline(keep=10**6, skip=0), 5_000, 3
 
     def work() -> None:
         for _ in range(each):

@@ -7,10 +7,12 @@ BatchMethod, name it in ``methods.table``, and add it to the conformance test.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from kvdrive_jax.pipeline.parts import Arrangement
 from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.recorder import TraceRecorder
 from kvdrive_jax.plan import Plan
+from kvdrive_jax.sampling import SamplingConfig
 from kvdrive_jax.saved import SavedSession
 from kvdrive_jax.telemetry import Ledger, RowCounts, StageClock, Traffic
 from kvdrive_jax.tiers.link import Links
@@ -58,6 +61,30 @@ class BatchRows:
     counts: list[RowCounts]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """How a burst draws tokens.
+
+    last: the token of each session that is decoded next; drawn: how many it drew before; numbers:
+    [B] int32, of the sessions' random streams; eos: [X] int32, tokens that end a session, -1 for
+    none.
+    """
+
+    last: Sequence[int]
+    drawn: Sequence[int]
+    numbers: jax.Array
+    eos: jax.Array
+    sampling: SamplingConfig
+
+
+class Drawn(NamedTuple):
+    """What a burst drew: tokens [S, B] int32, and whether the logits they were drawn from are
+    finite [S, B] bool."""
+
+    tokens: np.ndarray[Any, Any]
+    finite: np.ndarray[Any, Any]
+
+
 class BatchMethod(ABC):
     """KV of one batch and the decode steps over it."""
 
@@ -65,6 +92,8 @@ class BatchMethod(ABC):
         self.tools = tools
         self.plan = plan
         self.rows = rows
+        self._step_begun = 0.0
+        self._logits: jax.Array | None = None
         self.failed: dict[int, str] = {}
         """Rows whose KV is lost, and why; their sessions end, the others go on."""
         self.arrangement = Arrangement(plan.shape.batch)
@@ -103,12 +132,36 @@ class BatchMethod(ABC):
     def step(self, tokens: jax.Array) -> jax.Array:
         """Logits [B, V] float32 after tokens [B] int32; rows are advanced by the engine."""
         model = self.tools.model
+        self._step_begun = time.perf_counter()
         hidden = embed_tokens(model.static, model.ends, tokens)
         hidden = self.layers(hidden)
-        return token_logits(model.static, model.ends, hidden)
+        self._logits = token_logits(model.static, model.ends, hidden)
+        return self._logits
 
-    def after_step(self) -> None:  # noqa: B027  doing nothing is a fine answer
-        """The step's tokens are on the host: the device has finished it."""
+    def burst(self, draws: Draws, limit: int) -> Drawn | None:
+        """Up to ``limit`` steps without the host, at least one; None where each step needs it.
+
+        Tokens are those of as many calls of ``step``. It ends early where every session has drawn
+        a token that ends it. The engine calls ``count_step`` and advances the rows for each.
+        """
+        return None
+
+    def count_step(self) -> None:  # noqa: B027  nothing calls it without bursts
+        """Count one step of all active sessions, in ``rows.counts``, before it is advanced: the
+        engine does for each step of a burst that it uses, ``layers`` by itself."""
+
+    def after_step(self) -> None:
+        """A step, and what draws from its logits, is dispatched: wait for the logits, and note in
+        the timeline when the device did what. Does nothing where no step was made."""
+        logits, self._logits = self._logits, None
+        if logits is not None:
+            self.note_step(logits)
+
+    def note_step(self, logits: jax.Array) -> None:
+        """Wait for a step's logits and note when the device did what; a method that knows it of
+        each layer says so."""
+        logits.block_until_ready()
+        self.tools.timeline.span("device", "compute", self._step_begun, time.perf_counter())
 
     def retire(self, row: int) -> None:  # noqa: B027  doing nothing is a fine answer
         """The session of ``row`` has ended: give back what it held."""

@@ -18,6 +18,7 @@ from kvdrive_jax.methods.base import BatchRows, Tools
 from kvdrive_jax.methods.kvdrive_tiers import page_geometry
 from kvdrive_jax.pipeline.direct import committed
 from kvdrive_jax.pipeline.parts import Cohort
+from kvdrive_jax.pipeline.resident import split_layers, stack_layers
 from kvdrive_jax.pipeline.stages import Near, Step
 from kvdrive_jax.plan import Plan
 from kvdrive_jax.window.directory import Directory, empty_directory
@@ -40,8 +41,8 @@ class BatchState:
     """State of all layers.
 
     Attributes: near and windows per cohort (near per layer as well; a window is one pool for all
-    layers), index and directory per micro-batch and layer; resident: per layer, instead of windows
-    and directory, where every chunk has a slot.
+    layers), index and directory per micro-batch and layer. Where every chunk has a slot there is no
+    directory.
     """
 
     def __init__(self, tools: Tools, plan: Plan, cohorts: tuple[Cohort, ...]) -> None:
@@ -53,7 +54,6 @@ class BatchState:
         self._layout = plan.layout
         self.near: list[list[Near]] = []
         self.windows: list[jax.Array] = []
-        self.resident: list[jax.Array] = []
         self.index: list[list[LayerIndex]] = []
         self.directory: list[list[Directory]] = []
         layout = plan.layout
@@ -61,10 +61,10 @@ class BatchState:
             near = (cohort.size, kv_heads, shape.near_capacity, dim)
             self.near.append([Near(jnp.zeros(near, dtype), jnp.zeros(near, dtype)) for _ in layers])
             if layout is None:
-                rows = kv_heads * shape.chunk_capacity
-                self.resident = [jnp.zeros((cohort.size, rows, *page), dtype) for _ in layers]
+                rows = config.num_layers * kv_heads * shape.chunk_capacity
             else:
-                self.windows.append(jnp.zeros((cohort.size, layout.rows, *page), dtype))
+                rows = layout.rows
+            self.windows.append(jnp.zeros((cohort.size, rows, *page), dtype))
             for part in cohort.micro_batches:
                 size = part.last - part.first
                 self.index.append(
@@ -93,6 +93,21 @@ class BatchState:
                     ]
                 )
         self.cohorts = cohorts
+        self._stacked: LayerIndex | None = None
+
+    def stacked_index(self) -> LayerIndex:
+        """The index of all layers as one, of a resident batch; ``index`` is empty until
+        ``unstack_index``, so that nothing is held twice."""
+        if self._stacked is None:
+            self._stacked = stack_layers(self.index[0])
+            self.index[0] = []
+        return self._stacked
+
+    def unstack_index(self) -> None:
+        """Make ``index`` whole again."""
+        if self._stacked is not None:
+            self.index[0] = split_layers(self._stacked, len(self.near[0]))
+            self._stacked = None
 
     @property
     def cohorts(self) -> tuple[Cohort, ...]:

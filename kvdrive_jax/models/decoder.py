@@ -9,6 +9,10 @@ are computed in float32, whatever the weights' dtype.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from types import EllipsisType
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +22,21 @@ from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.models.rope import rotate
 
 
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """One of several equal-shaped matrices, chosen as a program runs: in a layer's leaves it stands
+    for a weight, so that one compiled layer serves all without a copy of theirs side by side.
+
+    at: int32 scalar.
+    """
+
+    at: jax.Array
+    matrices: tuple[jax.Array, ...]
+
+    def __getitem__(self, _: EllipsisType) -> OneOf:
+        return self
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, in float32; returns the shape and dtype of `x`."""
     wide = x.astype(jnp.float32)
@@ -25,7 +44,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (wide * scale * _row(weight.astype(jnp.float32), wide)).astype(x.dtype)
 
 
-def project(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def project(x: jax.Array, weight: jax.Array | OneOf, bias: jax.Array | None = None) -> jax.Array:
     """x [..., in] @ weight [in, out] + bias [out]: accumulated in float32, in the dtype of `x`."""
     product = _contract(x, weight, weight_axis=0)
     if bias is not None:
@@ -33,7 +52,13 @@ def project(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> j
     return product.astype(x.dtype)
 
 
-def _contract(x: jax.Array, weight: jax.Array, *, weight_axis: int) -> jax.Array:
+def _contract(x: jax.Array, weight: jax.Array | OneOf, *, weight_axis: int) -> jax.Array:
+    if isinstance(weight, OneOf):
+        products = [
+            partial(_contract, weight=one, weight_axis=weight_axis) for one in weight.matrices
+        ]
+        chosen: jax.Array = lax.switch(weight.at, products, x)
+        return chosen
     # GPUs would round float32 operands to TF32 by default; who asks for float32 wants float32.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(

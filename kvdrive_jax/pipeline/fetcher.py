@@ -144,9 +144,8 @@ class Fetcher:
         missed = np.bincount(row, minlength=len(sessions)).tolist()
         gathered = time.perf_counter()
         self._timeline.span(
-            "host gather", "gather", start, gathered, layer, self._number, nbytes=nbytes,
-            misses=int(at.size),
-        )  # fmt: skip
+            "host gather", "gather", start, gathered, layer, self._number, nbytes=nbytes
+        )
         return Gathered(pages, target, int(at.size), missed, failure)
 
     def carry(self, layer: int, gathered: Gathered) -> None:

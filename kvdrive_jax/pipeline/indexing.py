@@ -141,9 +141,14 @@ def add_importance(total: jax.Array, importance: jax.Array) -> tuple[jax.Array, 
 
 
 @partial(jax.jit, donate_argnames="window")
-def insert_resident(window: jax.Array, row: jax.Array, pages: jax.Array) -> jax.Array:
-    """All pages [K, N, 2, c, D] of a session into its rows of window [B, K N, 2, c, D]."""
-    return lax.dynamic_update_index_in_dim(window, pages.reshape(window.shape[1:]), row, axis=0)
+def insert_resident(
+    window: jax.Array, row: jax.Array, layer: jax.Array, pages: jax.Array
+) -> jax.Array:
+    """All pages [K, N, 2, c, D] of a session's layer into its rows of window [B, L K N, 2, c, D],
+    donated."""
+    flat = pages.reshape(1, -1, *window.shape[2:])
+    zero = jnp.zeros((), jnp.int32)
+    return lax.dynamic_update_slice(window, flat, (row, layer * flat.shape[1], zero, zero, zero))
 
 
 @partial(jax.jit, donate_argnames=("window", "directory"))

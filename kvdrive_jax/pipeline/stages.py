@@ -89,7 +89,7 @@ class Token(NamedTuple):
     v: jax.Array
 
 
-def _token(spec: StageSpec, leaves: Leaves, hidden: jax.Array, step: Step) -> Token:
+def _token(spec: StageSpec, leaves: tuple[Any, ...], hidden: jax.Array, step: Step) -> Token:
     layer = spec.model_def.merge_layer(leaves)
     return Token(
         *layer.attention_inputs(hidden, step.position, step.inv_freq, step.attention_factor)
@@ -108,7 +108,7 @@ def append_rows(buffers: list[jax.Array], rows: list[jax.Array], at: jax.Array) 
 
 def _attend(
     spec: StageSpec,
-    leaves: Leaves,
+    leaves: tuple[Any, ...],
     hidden: jax.Array,
     token: Token,
     step: Step,
@@ -276,9 +276,27 @@ def resident_layer(
     near: Near,
     index: LayerIndex,
     window: jax.Array,
+    layer: jax.Array,
 ) -> tuple[jax.Array, Token, Ranked | None]:
-    """Select and compute of one layer whose window holds every chunk: [B, K N, 2, c, D], chunk j
-    of head k in row k N + j."""
+    """Select and compute of one layer whose window holds every chunk.
+
+    window: [B, L K N, 2, c, D], of all layers: chunk j of head k in row (layer K + k) N + j.
+    layer: int32 scalar.
+    """
+    return resident_step(spec, leaves, hidden, step, near, index, window, layer)
+
+
+def resident_step(
+    spec: StageSpec,
+    leaves: tuple[Any, ...],
+    hidden: jax.Array,
+    step: Step,
+    near: Near,
+    index: LayerIndex,
+    window: jax.Array,
+    layer: jax.Array,
+) -> tuple[jax.Array, Token, Ranked | None]:
+    """`resident_layer` inside a compiled function; leaves may be ``OneOf``."""
     token = _token(spec, leaves, hidden, step)
     scores = _score(spec, token, step, index)
     kv_heads, chunks = scores.shape[1:]
@@ -289,7 +307,7 @@ def resident_layer(
     else:
         ids = select(scores, step.n_chunks, spec.selected)
     rest = spec.retrieval.rest(index, token.q, ids, step.n_chunks)
-    first = jnp.arange(kv_heads, dtype=jnp.int32)[:, None] * chunks
+    first = (layer * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[:, None]) * chunks
     slots = jnp.where(ids < 0, -1, first + ids)
     hidden = _attend(spec, leaves, hidden, token, step, near, window, slots, rest)
     return hidden, token, _ranked(spec, scores)
@@ -337,14 +355,21 @@ def flush_stage(
     return pages, Near(shift(near.k), shift(near.v)), tuple(grown)
 
 
-@partial(jax.jit, donate_argnames="window")
+@partial(jax.jit, static_argnames="chunks", donate_argnames="window")
 def grow_resident(
-    window: jax.Array, pages: jax.Array, n_new: jax.Array, n_chunks: jax.Array
+    window: jax.Array,
+    pages: jax.Array,
+    n_new: jax.Array,
+    n_chunks: jax.Array,
+    layer: jax.Array,
+    *,
+    chunks: int,
 ) -> jax.Array:
-    """Flushed pages into a window that holds every chunk, as in ``resident_layer``."""
+    """Flushed pages of a layer into a window that holds every chunk, as in ``resident_layer``, of
+    which each head has ``chunks``."""
     batch, kv_heads, count = pages.shape[:3]
-    chunks = window.shape[1] // kv_heads
     offset = jnp.arange(count)
-    row = jnp.arange(kv_heads)[:, None] * chunks + (n_chunks[:, None] + offset)[:, None]
+    first = (layer * kv_heads + jnp.arange(kv_heads)[:, None]) * chunks
+    row = first + (n_chunks[:, None] + offset)[:, None]
     row = jnp.where((offset < n_new[:, None])[:, None], row, window.shape[1])
     return window.at[jnp.arange(batch)[:, None, None], row].set(pages, mode="drop")

@@ -220,8 +220,9 @@ class Shape:
 
     @property
     def resident(self) -> Struct:
-        """The window of one layer that holds every chunk: [B, K N, 2, c, D]."""
-        rows = self.config.num_kv_heads * self.plan.shape.chunk_capacity
+        """A window that holds every chunk of all layers: [B, L K N, 2, c, D]."""
+        config = self.config
+        rows = config.num_layers * config.num_kv_heads * self.plan.shape.chunk_capacity
         return self.pages(self.batch, rows)
 
     @property

@@ -51,7 +51,7 @@ def compute_parts(shape: Shape) -> Call:
 def resident(shape: Shape) -> Call:
     """Select and compute in one, every chunk in HBM."""
     window = shape.resident
-    state = (shape.near, shape.layer_index, window)
+    state = (shape.near, shape.layer_index, window, shape.ids())
     return Call(stages.resident_layer, (shape.spec, shape.layer, shape.hidden, shape.step, *state))
 
 
@@ -98,8 +98,11 @@ def grow(shape: Shape) -> Call:
     """Flushed pages into a window that holds every chunk."""
     window = shape.resident
     pages = shape.pages(shape.batch, shape.config.num_kv_heads, shape.plan.shape.flush_chunks)
+    counts = shape.ids(shape.batch)
     return Call(
-        stages.grow_resident, (window, pages, shape.ids(shape.batch), shape.ids(shape.batch))
+        stages.grow_resident,
+        (window, pages, counts, counts, shape.ids()),
+        {"chunks": shape.plan.shape.chunk_capacity},
     )
 
 
@@ -161,7 +164,7 @@ def insert_pages(shape: Shape) -> Call:
     """All pages of a session into a window that holds every chunk."""
     window = shape.resident
     pages = shape.pages(shape.config.num_kv_heads, shape.plan.shape.chunk_capacity)
-    return Call(indexing.insert_resident, (window, shape.ids(), pages))
+    return Call(indexing.insert_resident, (window, shape.ids(), shape.ids(), pages))
 
 
 def warm(shape: Shape) -> Call:
