@@ -17,27 +17,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from benchmarks.common import table
-from benchmarks.floor_model import (
-    GPUS,
+from kvdrive_jax.models.presets import PRESETS
+from kvdrive_jax.plan.hardware import HARDWARE, Hardware
+from kvdrive_jax.plan.names import SHORT, model_named, parse_tokens
+from kvdrive_jax.plan.work import (
     Case,
-    Gpu,
+    Part,
+    Work,
     decode_works,
     kmeans_round,
     prompt_block,
     scoring,
-    step_floor,
 )
-from kvdrive_jax.models.presets import PRESETS
 
-MODELS = {
-    "llama-3-8b": "Llama-3-8B-Instruct-Gradient-1048k",
-    "qwen3-8b": "Qwen3-8B",
-    "qwen3-14b": "Qwen3-14B",
-    "phi-4-mini": "Phi-4-mini-instruct",
-}
 INDEXES = (
     ("clusters", 1), ("bounds:4", 1), ("chunks:4", 1), ("chunks:2", 1), ("moments:8", 1),
     ("moments:4", 1), ("moments:2", 1), ("moments:4", 4), ("moments:2", 4), ("moments:2", 16),
@@ -45,7 +40,38 @@ INDEXES = (
 """Forms and bits, and of how many spans one is scanned."""
 
 
-def kernel_table(case: Case, gpu: Gpu) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The floor of a decode step on one GPU, in seconds.
+
+    compute: what goes through device memory, one after the other; fetch: what PCIe takes
+    meanwhile; total: the longer; parts: of compute.
+    """
+
+    compute: float
+    fetch: float
+    parts: dict[Part, float]
+
+    @property
+    def total(self) -> float:
+        """The longer of the two."""
+        return max(self.compute, self.fetch)
+
+    def share(self, *parts: Part) -> float:
+        """Of these parts in the total."""
+        return sum(self.parts.get(part, 0.0) for part in parts) / self.total
+
+
+def step_floor(works: Sequence[Work], hardware: Hardware) -> Step:
+    """The floor of a step that does all this."""
+    parts: dict[Part, float] = {}
+    for work in works:
+        parts[work.part] = parts.get(work.part, 0.0) + work.times * work.seconds(hardware)
+    fetching = parts.pop("fetch", 0.0)
+    return Step(compute=sum(parts.values()), fetch=fetching, parts=parts)
+
+
+def kernel_table(case: Case, gpu: Hardware) -> str:
     """Every kernel of a step on one GPU."""
     works = decode_works(case)
     step = step_floor(works, gpu)
@@ -72,7 +98,7 @@ def gpu_table(case: Case, names: Sequence[str]) -> str:
     """The whole step on every GPU, against full attention."""
     rows = []
     for name in names:
-        gpu = GPUS[name]
+        gpu = HARDWARE[name]
         step = step_floor(decode_works(case), gpu)
         full = step_floor(decode_works(case, "full"), gpu)
         rows.append(
@@ -96,7 +122,7 @@ def gpu_table(case: Case, names: Sequence[str]) -> str:
     return table(header, rows)
 
 
-def index_table(case: Case, gpu: Gpu) -> str:
+def index_table(case: Case, gpu: Hardware) -> str:
     """What selection costs with every index form."""
     rows = []
     for index, scan in INDEXES:
@@ -119,13 +145,12 @@ def index_table(case: Case, gpu: Gpu) -> str:
     return table(header, rows)
 
 
-def parse_tokens(text: str) -> int:
-    """``128K`` is 131,072."""
-    scale = {"K": 1024, "M": 1024**2}.get(text[-1:].upper(), 1)
-    digits = text[:-1] if scale > 1 else text
-    if not digits.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected tokens such as 32768, 128K or 1M, got {text!r}")
-    return int(digits) * scale
+def tokens(text: str) -> int:
+    """`parse_tokens` for argparse."""
+    try:
+        return parse_tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -135,15 +160,15 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--model", default="llama-3-8b", choices=[*MODELS, *MODELS.values()])
-    made.add_argument("--context", default="128K", type=parse_tokens)
+    made.add_argument("--model", default="llama-3-8b", choices=[*SHORT, *PRESETS])
+    made.add_argument("--context", default="128K", type=tokens)
     made.add_argument("--batch", default=8, type=int)
     made.add_argument("--budget", default=2048, type=int, help="tokens per kv head and step")
     made.add_argument("--hit-rate", default=0.9, type=float)
     made.add_argument("--index", default="moments:4", help="index form and bits")
     made.add_argument("--scan-one-in", default=1, type=int, help="as the engine's option")
     made.add_argument("--window", default=2.0, type=float, help="slots per selected chunk")
-    made.add_argument("--gpu", choices=GPUS, help="only this one, kernel by kernel")
+    made.add_argument("--gpu", choices=HARDWARE, help="only this one, kernel by kernel")
     return made
 
 
@@ -152,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         case = Case(
-            model=PRESETS[MODELS.get(options.model, options.model)],
+            model=model_named(options.model),
             context=options.context,
             batch=options.batch,
             budget=options.budget,
@@ -170,9 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{case.hit_rate:.0%} hits, index {case.index_name}, bfloat16. Floors, not measurements.\n"
     )
     for name in [options.gpu] if options.gpu else ["h200"]:
-        print(kernel_table(case, GPUS[name]), end="\n\n")
-        print(index_table(case, GPUS[name]), end="\n\n")
-    print(gpu_table(case, [options.gpu] if options.gpu else list(GPUS)))
+        print(kernel_table(case, HARDWARE[name]), end="\n\n")
+        print(index_table(case, HARDWARE[name]), end="\n\n")
+    print(gpu_table(case, [options.gpu] if options.gpu else list(HARDWARE)))
     return 0
 
 

@@ -27,7 +27,7 @@ def places(model: Any, tokenizer: Any, prompt: Sequence[int], extent_bytes: int)
         assert method._tiers is not None
         session = method._tiers.sessions[0]
         assert session is not None
-        for layer, directory in enumerate(method._directory):
+        for layer, directory in enumerate(method._state.directory[0]):
             n = session.stored(layer)
             in_window = np.asarray(directory.slot_of_chunk[0])[:, :n] >= 0
             held = np.where(session.in_dram(layer)[:, :n], DRAM, SSD)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvdrive_jax import compat
+from kvdrive_jax.calibration import BatchCalibration, Calibrator
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Draws, Tools, int32
 from kvdrive_jax.methods.table import METHODS
 from kvdrive_jax.models.rope import inverse_frequencies
@@ -90,11 +91,12 @@ def run_batch(
     report: RunReport,
     *,
     quiet: bool,
+    calibrator: Calibrator,
     save_to: str | None = None,
 ) -> Generator[StreamEvent, None, None]:
     """Events of one batch. Whatever ends it, everything it held is given back.
 
-    save_to: where its only session is saved when it ends.
+    calibrator: finds its arrangement; save_to: where its only session is saved when it ends.
 
     Sessions that have not ended when the iterator is closed or interrupted end as ``cancelled``.
     """
@@ -111,6 +113,7 @@ def run_batch(
         method = METHODS[tools.config.method](tools, plan, rows)
         batch = _Batch(tools, sessions, plan, rows, method, report, quiet, save_to)
         logits = batch.prefill()
+        batch.calibration = calibrator.begin(method, plan)
         yield from batch.decode(logits, sampling)
     except (KeyboardInterrupt, GeneratorExit) as error:
         if batch is not None and isinstance(error, GeneratorExit):
@@ -138,6 +141,8 @@ class _Batch:
         save_to: str | None,
     ) -> None:
         self.save_to = save_to
+        self.calibration: BatchCalibration | None = None
+        self._warms_up = True  # the first step may compile
         self._logits = jnp.zeros((0, 0))
         self.tools, self.sessions, self.plan = tools, sessions, plan
         self.rows, self.method, self.report, self.quiet = rows, method, report, quiet
@@ -189,6 +194,7 @@ class _Batch:
             if session.resume is not None and known:
                 reused["first"] = int32(known)
                 reused["before"] = self._known_layer(layer, session.resume.saved, known)
+            begun = time.perf_counter()
             hidden, prompt = prefill_layer(
                 model.static,
                 leaves,
@@ -204,7 +210,10 @@ class _Batch:
             prompt.k.block_until_ready()
             before = time.perf_counter()
             method.absorb(row, layer, prompt)
-            self.report.index_s += time.perf_counter() - before
+            now = time.perf_counter()
+            self.report.index_s += now - before
+            self.tools.timeline.span("device", f"prefill {row}", begun, before, layer)
+            self.tools.timeline.span("device", f"index {row}", before, now, layer)
             progress.update(done + length * (layer + 1) // len(model.layers))
         logits: jax.Array = last_logits(model.static, model.ends, hidden, int32(length - known))
         return logits
@@ -302,13 +311,12 @@ class _Batch:
                 self._logits = self._step()
                 self.report.decode_tokens += int(self.rows.active.sum())
                 drawn = self._draw(numbers, sampling)
-                self.method.after_step()
-                self.tools.timeline.end_step(start, time.perf_counter())
+                self._end_step(start, 1)
                 yield drawn
                 continue
             pace.took(time.perf_counter() - start, len(burst.tokens))
             self.tools.timeline.span("device", "burst", start, time.perf_counter())
-            self.tools.timeline.end_step(start, time.perf_counter())
+            self._end_step(start, len(burst.tokens))
             for drawn in zip(burst.tokens, burst.finite, strict=True):
                 if not self.rows.active.any():
                     break  # what has ended a session here, the device did not know
@@ -317,15 +325,27 @@ class _Batch:
                 self.report.decode_tokens += int(self.rows.active.sum())
                 yield drawn
 
+    def _end_step(self, start: float, steps: int) -> None:
+        now = time.perf_counter()
+        self.tools.timeline.end_step(start, now, steps, warm_up=self._warms_up)
+        self._warms_up = False
+
     def _draw(self, numbers: jax.Array, sampling: SamplingConfig) -> tuple[Array, Array]:
         drawn = int32(np.array([session.drawn for session in self.sessions]))
+        drawing = _next_tokens(self._logits, numbers, drawn, sampling.values, sampling.rule)
+        self.method.after_step()
+        begun = time.perf_counter()
         with self.tools.clock.measure("compute"):
-            tokens, finite = jax.device_get(
-                _next_tokens(self._logits, numbers, drawn, sampling.values, sampling.rule)
-            )
+            tokens, finite = jax.device_get(drawing)
+        self.tools.timeline.span("device", "draw", begun, time.perf_counter())
+        if self.calibration is not None:
+            self.calibration.after_step(int(self.rows.active.sum()))
         return tokens, finite
 
     def _step(self) -> jax.Array:
+        if self.calibration is not None:
+            self._warms_up |= self.calibration.under_way
+            self.calibration.before_step()
         tokens = int32(np.array([session.last_token for session in self.sessions]))
         logits = self.method.step(tokens)
         self.rows.length[self.rows.active] += 1

@@ -22,6 +22,7 @@ from kvdrive_jax.sampling import SamplingConfig
 from kvdrive_jax.text import check_stop_strings
 
 PROMPT_SOURCES = ("prompt", "prompt_file", "input_jsonl")
+OUTPUT_FILES = ("output_jsonl", "stats_json", "trace", "record_trace")
 
 
 def _option(default: Any, help: str, *, flag: str | None = None, metavar: str | None = None) -> Any:
@@ -60,6 +61,10 @@ class GenerateConfig:
     )
     stats_json: str | None = _option(
         None, "write what was counted and timed (docs/stats.md)", metavar="FILE"
+    )
+    stats: bool = _option(False, "print where the time of decode went, and what was moved for it")
+    trace: str | None = _option(
+        None, "write what ran when, for ui.perfetto.dev (docs/stats.md)", metavar="FILE"
     )
     save_session: str | None = _option(
         None, "save the session here when it ends, to go on with later", metavar="DIR"
@@ -311,6 +316,7 @@ def _metavar(name: str) -> str:
         "profile": "FILE",
         "multiple": "X",
         "budget": "N",
+        "calibrate": "auto|off|FILE",
         "index": "NAME[:BITS]",
     }
     return known.get(name, "SIZE")
@@ -331,7 +337,8 @@ def _flags(names: Sequence[str]) -> str:
 
 def check_outputs(generate: GenerateConfig) -> None:
     """ValueError for output files that cannot be written, before any work is done for them."""
-    for name in ("output_jsonl", "stats_json", "record_trace"):
+    written: dict[str, str] = {}
+    for name in OUTPUT_FILES:
         path = getattr(generate, name)
         if path is None:
             continue
@@ -343,6 +350,10 @@ def check_outputs(generate: GenerateConfig) -> None:
             raise ValueError(f"{flag}: the directory {folder} does not exist")
         if not os.access(path if os.path.exists(path) else folder, os.W_OK):
             raise ValueError(f"{flag}: {path} is not writable")
+        real = os.path.realpath(path)
+        if real in written:
+            raise ValueError(f"{flag} must be another file than {written[real]}: {path}")
+        written[real] = flag
     for name in ("save_session", "load_session"):
         path = getattr(generate, name)
         if path is None:

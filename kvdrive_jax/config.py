@@ -396,6 +396,11 @@ class PipelineConfig:
     miss_list: MissListWay = _option(
         "auto", "how ids of missing chunks reach the host: a polled copy or a callback"
     )
+    calibrate: str = _option(
+        "auto",
+        "measure what suits this machine (micro-batch, cohorts, how large windows pay) and keep it "
+        "in the user's cache (auto) or in this FILE; off: fixed defaults",
+    )
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -407,6 +412,12 @@ class PipelineConfig:
         for name in ("micro_batch", "cohorts"):
             value = getattr(self, name)
             _require(value is None or _positive_int(value), name, "a positive integer", value)
+        _require(
+            isinstance(self.calibrate, str) and self.calibrate != "",
+            "calibrate",
+            "auto, off or a file",
+            self.calibrate,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -447,6 +458,13 @@ class KVDriveConfig:
         )
         _require(
             _positive_int(self.batch_size), "batch_size", "a positive integer", self.batch_size
+        )
+        # What the unselected would have contributed depends on queries that it has only guessed.
+        _require(
+            self.pipeline.schedule != "speculative" or self.retrieval.estimate == "none",
+            "estimate",
+            "none with schedule speculative",
+            self.retrieval.estimate,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 from kvdrive_jax import compat
 from kvdrive_jax.batch import run_batch
 from kvdrive_jax.budgets import Budgets, resolve_budgets
+from kvdrive_jax.calibration import Calibrator, check_calibrate
 from kvdrive_jax.checks import check_config, check_length
 from kvdrive_jax.config import KVDriveConfig, format_size
 from kvdrive_jax.methods.base import Tools
@@ -37,6 +38,7 @@ from kvdrive_jax.shapes import Stored
 from kvdrive_jax.telemetry import BudgetError, Ledger, Progress
 from kvdrive_jax.text import check_stop_strings
 from kvdrive_jax.tiers.link import Links
+from kvdrive_jax.timeline import Timeline
 
 
 class Engine:
@@ -72,6 +74,15 @@ class Engine:
         self._ledger = Ledger(hbm=self.budgets.hbm, dram=self.budgets.dram, ssd=self.budgets.ssd)
         self._ledger.reserve("hbm", "weights", model.nbytes)
         self._report: RunReport | None = None
+        self._calibrator = Calibrator(
+            self.config,
+            model.config,
+            model.dtype,
+            model.digest,
+            self.budgets,
+            links=self._links,
+            quiet=quiet,
+        )
 
     @classmethod
     def from_pretrained(
@@ -92,6 +103,7 @@ class Engine:
         budgets = resolve_budgets(config.tiers)
         known = describe_pretrained(model, config.dtype, context_length=config.context_length)
         check_config(config, known.config, known.dtype)
+        check_calibrate(config)
         weights = known.parameters * known.dtype.itemsize
         if weights > budgets.hbm:
             raise BudgetError(
@@ -153,6 +165,9 @@ class Engine:
             budgets=self.budgets,
             digest=model.digest,
             stored=stored,
+            most_window=self._calibrator.most_window(
+                len(prompt_tokens), max_new_tokens, self._ledger
+            ),
         )
 
     def config_line(self) -> str:
@@ -173,6 +188,7 @@ class Engine:
                 f"group {retrieval.group_rule}",
                 f"window {'auto' if window is None else f'x{window:g}'}",
                 f"eviction {config.window.eviction}",
+                self._schedule(),
             ]
         parts += [
             f"context {self.context_length}",
@@ -188,6 +204,17 @@ class Engine:
         if tiers.dram_dtype != "model" or tiers.ssd_precision != "model":
             parts.append(f"pages {tiers.dram_dtype} in DRAM, {tiers.ssd_precision} on SSD")
         return ", ".join([*parts, f"on {compat.device_name()}"])
+
+    def _schedule(self) -> str:
+        pipeline = self.config.pipeline
+        parts = [f"schedule {pipeline.schedule}"]
+        if pipeline.schedule == "speculative":
+            parts.append("(selects by the layer before: other tokens)")
+        if pipeline.micro_batch is not None:
+            parts.append(f"micro-batch {pipeline.micro_batch}")
+        if pipeline.cohorts is not None:
+            parts.append(f"cohorts {pipeline.cohorts}")
+        return " ".join(parts)
 
     def stats(self) -> dict[str, Any]:
         """Figures of the last call; the fields are those of ``docs/stats.md``."""
@@ -241,12 +268,14 @@ class Engine:
         chat: bool | None = None,
         system: str | None = None,
         recorder: TraceRecorder | None = None,
+        timeline: Timeline | None = None,
         session: SavedSession | str | os.PathLike[str] | None = None,
         save_session: str | os.PathLike[str] | None = None,
     ) -> Generator[StreamEvent, None, None]:
         """Text as it is made, one event after another; the last of a session has its Generation.
 
         recorder: gets what every step ranks, see ``kvdrive_jax.window.trace``.
+        timeline: gets what ran when, see ``kvdrive_jax.timeline_file``; of this call alone.
         session: a saved one, or where it is, to go on with, of a single prompt: without a prompt
         where it ended; a prompt that begins with the same tokens is prefilled from the first whole
         block of prefill in which it differs on.
@@ -274,6 +303,7 @@ class Engine:
             stop=stop,
             ignore_eos=ignore_eos,
             recorder=recorder,
+            timeline=timeline,
             session=session,
             save_session=save_session,
         )
@@ -287,6 +317,7 @@ class Engine:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         recorder: TraceRecorder | None = None,
+        timeline: Timeline | None = None,
         session: SavedSession | None = None,
         save_session: str | os.PathLike[str] | None = None,
     ) -> Generator[StreamEvent, None, None]:
@@ -332,7 +363,9 @@ class Engine:
             )
 
         save_to = None if save_session is None else os.fspath(save_session)
-        return self._run(groups, plans, start, sampling or SamplingConfig(), recorder, save_to)
+        return self._run(
+            groups, plans, start, sampling or SamplingConfig(), recorder, timeline, save_to
+        )
 
     def _resume(
         self, saved: SavedSession, prompt: Sequence[int], max_new_tokens: int
@@ -364,9 +397,10 @@ class Engine:
         start: Callable[[int], Session],
         sampling: SamplingConfig,
         recorder: TraceRecorder | None,
+        timeline: Timeline | None,
         save_to: str | None,
     ) -> Generator[StreamEvent, None, None]:
-        report = self._report = RunReport(self.name)
+        report = self._report = RunReport(self.name, timeline)
         tools = Tools(
             model=self.model,
             config=self.config,
@@ -376,11 +410,19 @@ class Engine:
             recorder=recorder,
             links=self._links,
             saves=save_to is not None,
+            timeline=report.timeline,
         )
         for group, plan in zip(groups, plans, strict=True):
             sessions = [start(number) for number in group]
             yield from run_batch(
-                tools, sessions, plan, sampling, report, quiet=self._quiet, save_to=save_to
+                tools,
+                sessions,
+                plan,
+                sampling,
+                report,
+                quiet=self._quiet,
+                calibrator=self._calibrator,
+                save_to=save_to,
             )
 
     def model_eos(self) -> frozenset[int]:

@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from kvdrive_jax.cli_options import GenerateConfig, Options, check_outputs, parse_command_line
 from kvdrive_jax.config import format_size
+from kvdrive_jax.files import whole_file
 from kvdrive_jax.prompts import Prompt, read_prompts
+from kvdrive_jax.summary import stats_table, summary
 from kvdrive_jax.telemetry import Progress
+from kvdrive_jax.timeline import KEPT_SPANS, Timeline
+from kvdrive_jax.timeline_file import write_timeline
 
 if TYPE_CHECKING:
     from kvdrive_jax.engine import Engine
@@ -83,6 +86,8 @@ class Run:
         self.made_text = False
         self.signals = StopSignals()
         self.recorder: TraceRecorder | None = None
+        # Without a trace the engine has one of its own, which keeps no span.
+        self.timeline = None if options.generate.trace is None else Timeline(keep=KEPT_SPANS)
 
     def say(self, line: str) -> None:
         """A line on stderr, unless --quiet."""
@@ -126,8 +131,11 @@ class Run:
                         self._answer_all(engine, output)
                 finally:
                     self._write_stats(engine)
-                    self._write_trace()
+                    self._write_selections()
+                    self._write_timeline(engine)
                 self.say(summary(engine.stats()))
+                if self.generate.stats:
+                    print(stats_table(engine.stats()), file=sys.stderr, flush=True)
         if self.signals.requested:
             complain("stopped: what was made until then is kept")
         return FAILED if self.failed or self.signals.requested else DONE
@@ -161,6 +169,7 @@ class Run:
             "chat": generate.chat,
             "system": generate.system,
             "recorder": self.recorder,
+            "timeline": self.timeline,
         }
 
     @contextlib.contextmanager
@@ -319,7 +328,7 @@ class Run:
             depth = self.generate.trace_depth
             self.recorder = TraceRecorder(self.generate.model, math.inf if depth is None else depth)
 
-    def _write_trace(self) -> None:
+    def _write_selections(self) -> None:
         """--record-trace: what was recorded until now."""
         path = self.generate.record_trace
         if path is None or self.recorder is None:
@@ -336,17 +345,22 @@ class Run:
         path = self.generate.stats_json
         if path is None:
             return
-        text = json.dumps(engine.stats(), indent=2) + "\n"
-        folder = os.path.dirname(os.path.abspath(path))
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".stats-", suffix=".json")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with whole_file(path) as file:
+            file.write(json.dumps(engine.stats(), indent=2) + "\n")
+
+    def _write_timeline(self, engine: Engine) -> None:
+        """--trace: what ran when, until now."""
+        path = self.generate.trace
+        if path is None or self.timeline is None:
+            return
+        stats = engine.stats()
+        about = {name: stats[name] for name in ("model", "method", "device", "dtype")}
+        about["configuration"] = engine.config_line()
+        spans = write_timeline(self.timeline, path, about)
+        steps, size = len(self.timeline.steps), format_size(os.path.getsize(path))
+        self.say(f"trace: {spans:,} spans, {steps:,} steps, {size} in {path}")
+        if self.timeline.dropped:
+            self.say(f"trace: {self.timeline.dropped:,} later spans are not in it")
 
 
 def encode(tokenizer: Tokenizer, text: str, generate: GenerateConfig) -> list[int]:
@@ -357,36 +371,6 @@ def encode(tokenizer: Tokenizer, text: str, generate: GenerateConfig) -> list[in
     if chat:
         return tokenizer.encode_chat(text, generate.system)
     return tokenizer.encode(text)
-
-
-def summary(stats: dict[str, Any]) -> str:
-    """What a person wants to know of a run, in a few lines."""
-    sessions = stats["sessions"]
-    prompt = sum(session["prompt_tokens"] for session in sessions)
-    new = sum(session["new_tokens"] for session in sessions)
-    ends = ", ".join(sorted({str(session["finish_reason"]) for session in sessions}))
-    prefill = stats["prefill_s"]
-    rate = f" ({prompt / prefill:,.0f} tokens/s)" if prefill else ""
-    lines = [
-        f"prefill {prompt:,} tokens in {prefill:.1f} s{rate}, index {stats['index_s']:.1f} s; "
-        f"decode {new:,} tokens in {stats['decode_s']:.1f} s "
-        f"({stats['decode_tokens_per_s'] or 0:.1f} tokens/s); ended by {ends or 'nothing'}"
-    ]
-    rates = [session["hit_rate"] for session in sessions if session["hit_rate"] is not None]
-    moved = ", ".join(
-        f"{name.replace('_', ' ')} {format_size(nbytes)}"
-        for name, nbytes in stats["bytes"].items()
-        if nbytes
-    )
-    peaks = ", ".join(
-        f"{tier.upper()} {format_size(held['peak_bytes'])}"
-        for tier, held in stats["tiers"].items()
-        if held["peak_bytes"]
-    )
-    if rates:
-        lines.append(f"hit rate {100 * sum(rates) / len(rates):.1f} %; moved: {moved or 'nothing'}")
-    lines.append(f"peak: {peaks}")
-    return "\n".join(lines)
 
 
 def complain(message: object) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvdrive_jax.session import Session
 from kvdrive_jax.telemetry import TIERS, Ledger, StageClock, Traffic
+from kvdrive_jax.timeline import Timeline
 
 
 class RunReport:
@@ -14,13 +15,17 @@ class RunReport:
     prefill_s: prompts through the layers, offload included; index_s: index, importance and warm-up
     of the windows; decode_s: everything after prefill; save_s: saving the session. They do not
     overlap.
+
+    timeline: gets the spans of the call (None: one that keeps none).
     """
 
-    def __init__(self, model: str = "") -> None:
+    def __init__(self, model: str = "", timeline: Timeline | None = None) -> None:
         self.model = model
         self.save_s = 0.0
         self.traffic = Traffic()
         self.clock = StageClock()
+        self.timeline = timeline or Timeline()
+        self.timeline.on_step = self.clock.leave_out
         self.sessions: list[Session] = []
         self.prefill_s = 0.0
         self.index_s = 0.0
@@ -29,10 +34,6 @@ class RunReport:
 
     def to_dict(self, ledger: Ledger) -> dict[str, Any]:
         """Nested plain values."""
-        measured = self.clock.snapshot()
-        other = max(0.0, self.decode_s - sum(measured.values()))
-        stages: dict[str, float] = {str(stage): s for stage, s in measured.items()}
-        stages["other"] = other
         rate = self.decode_tokens / self.decode_s if self.decode_s > 0 else None
         return {
             "sessions": [session.stats() for session in self.sessions],
@@ -47,5 +48,18 @@ class RunReport:
                 tier: {"budget_bytes": ledger.budget(tier), "peak_bytes": ledger.peak(tier)}
                 for tier in TIERS
             },
-            "stage_s": stages,
+            "stage_s": self._stages(),
+            "timeline": self.timeline.totals(),
         }
+
+    def _stages(self) -> dict[str, float]:
+        """Where the wall time of decode went: what the device did, else what it waited for."""
+        stages: dict[str, float] = {str(name): s for name, s in self.clock.snapshot().items()}
+        for sums in (self.timeline.sums(), self.timeline.warm_up):
+            selecting = min(sums.work_s()["select"], sums.device_s)
+            stages["select"] += selecting
+            stages["compute"] += sums.device_s - selecting
+            stages["fetch"] += sum(sums.stalls.values()) - sums.stalls["engine"]
+            stages["stall"] += sums.stalls["engine"]
+        stages["other"] = max(0.0, self.decode_s - sum(stages.values()))
+        return stages

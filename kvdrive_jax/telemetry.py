@@ -146,10 +146,14 @@ class RowCounts:
 
 
 class StageClock:
-    """Seconds per stage of decode, as the engine's thread sees them."""
+    """Seconds per stage of decode, as the engine's thread sees them.
+
+    For what no timeline tells: the time of a step that has one is left out.
+    """
 
     def __init__(self) -> None:
-        self.seconds: dict[Stage, float] = dict.fromkeys(get_args(Stage), 0.0)
+        self._seconds: dict[Stage, float] = dict.fromkeys(get_args(Stage), 0.0)
+        self._recent: list[tuple[Stage, float, float]] = []
 
     @contextmanager
     def measure(self, stage: Stage) -> Iterator[None]:
@@ -158,11 +162,21 @@ class StageClock:
         try:
             yield
         finally:
-            self.seconds[stage] += time.perf_counter() - start
+            self._recent.append((stage, start, time.perf_counter()))
+
+    def leave_out(self, start: float, end: float) -> None:
+        """What was measured from ``start`` to ``end``, the last step, is told elsewhere."""
+        for stage, began, ended in self._recent:
+            told = max(0.0, min(ended, end) - max(began, start))
+            self._seconds[stage] += ended - began - told
+        self._recent.clear()
 
     def snapshot(self) -> dict[Stage, float]:
         """A copy, in seconds."""
-        return dict(self.seconds)
+        seconds = dict(self._seconds)
+        for stage, began, ended in self._recent:
+            seconds[stage] += ended - began
+        return seconds
 
 
 class Progress:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,6 +39,17 @@ def few_mappings() -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
+    """No test depends on how fast its machine is, or leaves that in the user's cache."""
+    from kvdrive_jax import calibration
+    from kvdrive_jax.pipeline import calibrate_store
+
+    monkeypatch.setattr(calibration, "FEWEST_STEPS", 1 << 30)
+    nowhere = tmp_path_factory.getbasetemp() / "no-cache"
+    monkeypatch.setattr(calibrate_store, "cache_folder", lambda name: str(nowhere / name))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from kvdrive_jax.plan import plan_batch
 from kvdrive_jax.sampling import SamplingConfig
 from kvdrive_jax.session import Generation
 from tests.dense_reference import dense_logits
-from tests.tiny import CharacterTokenizer, random_prompt, tiny_model
+from tests.tiny import CharacterTokenizer, compiles, random_prompt, tiny_model
 
 MODEL = tiny_model()
 TOKENIZER: Any = CharacterTokenizer()
@@ -229,17 +229,8 @@ def test_second_request_of_a_shape_compiles_nothing() -> None:
             list(engine.stream_ids(prompts, max_new_tokens=90, ignore_eos=True))
 
         ask(1)
-        compiled: list[str] = []
-
-        def listen(event: str, duration: float, **_: Any) -> None:
-            if "backend_compile" in event:
-                compiled.append(event)
-
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
+        with compiles() as compiled:
             ask(2)
-        finally:
-            jax.monitoring.clear_event_listeners()
     assert compiled == []
 
 

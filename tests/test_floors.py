@@ -8,22 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import floor_model as floors
-from benchmarks.floors import main
+from benchmarks.floors import main, step_floor
 from kvdrive_jax.models.presets import LLAMA_3_8B_GRADIENT_1048K
+from kvdrive_jax.plan import work as floors
+from kvdrive_jax.plan.hardware import HARDWARE
 
 TARGETS = Path(__file__).parent / "gpu_compile" / "targets"
 CASE = floors.Case(model=LLAMA_3_8B_GRADIENT_1048K, context=131072, batch=8)
-H200 = floors.GPUS["h200"]
+H200 = HARDWARE["h200"]
 
 
-@pytest.mark.parametrize("name", floors.GPUS)
+@pytest.mark.parametrize("name", HARDWARE)
 def test_bandwidth_is_that_of_the_compile_target(name: str) -> None:
     text = (TARGETS / f"{name}.txtpb").read_text()
     bandwidth = re.search(r"memory_bandwidth: (\d+)", text)
     assert bandwidth is not None
-    assert float(bandwidth[1]) == pytest.approx(floors.GPUS[name].hbm, rel=1e-3)
-    assert floors.GPUS[name].source
+    assert float(bandwidth[1]) == pytest.approx(HARDWARE[name].hbm, rel=1e-3)
+    memory = re.search(r"device_memory_size: (\d+)", text)
+    assert memory is not None
+    assert int(memory[1]) == HARDWARE[name].memory
+    assert HARDWARE[name].source
 
 
 def test_bytes_by_hand() -> None:
@@ -43,9 +47,9 @@ def test_the_longer_of_bytes_and_operations() -> None:
 
 
 def test_fetch_hides_behind_the_rest_until_it_is_longer() -> None:
-    hidden = floors.step_floor(floors.decode_works(CASE), H200)
+    hidden = step_floor(floors.decode_works(CASE), H200)
     assert hidden.fetch < hidden.compute == hidden.total
-    bound = floors.step_floor(floors.decode_works(replace(CASE, hit_rate=0.5)), H200)
+    bound = step_floor(floors.decode_works(replace(CASE, hit_rate=0.5)), H200)
     assert bound.compute < bound.fetch == bound.total
 
 
@@ -59,13 +63,13 @@ def test_smaller_indexes_cost_less() -> None:
 
 def test_share_of_selection_and_attention() -> None:
     """What the aim of 15 % comes to: attention alone takes most of it at this batch."""
-    step = floors.step_floor(floors.decode_works(CASE), H200)
+    step = step_floor(floors.decode_works(CASE), H200)
     assert 0.09 < step.share("attend") < 0.11
     assert step.share("select", "attend") == pytest.approx(
         step.share("select") + step.share("attend")
     )
     alone = replace(CASE, batch=1)
-    assert floors.step_floor(floors.decode_works(alone), H200).share("select", "attend") < 0.15
+    assert step_floor(floors.decode_works(alone), H200).share("select", "attend") < 0.15
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

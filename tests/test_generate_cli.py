@@ -20,6 +20,7 @@ from kvdrive_jax import cli_options, generate
 from kvdrive_jax.cli_options import GenerateConfig, parse_command_line
 from kvdrive_jax.config import KVDriveConfig
 from kvdrive_jax.prompts import read_prompts
+from kvdrive_jax.timeline import Timeline
 
 
 @dataclasses.dataclass
@@ -79,6 +80,7 @@ class StandInEngine:
         return self._events(prompts, request)
 
     def _events(self, prompts: list[str], request: dict[str, Any]) -> Iterator[StreamEvent]:
+        timeline = request["timeline"] or Timeline()
         most = request["max_new_tokens"]
         words = [text.split(" ")[:most] for text in prompts]
         self.sessions = [
@@ -96,6 +98,8 @@ class StandInEngine:
                             os.kill(os.getpid(), signal.SIGINT)
                         if mine[step] == "crash":
                             raise RuntimeError("the device went away")
+                        timeline.span("device", "compute", step + 0.25, step + 0.75, layer=0)
+                        timeline.end_step(step, step + 1)
                         yield StreamEvent(session, mine[step] + " ")
                     elif step == len(mine):
                         broken = "broken" in mine
@@ -120,7 +124,18 @@ class StandInEngine:
             "decode_tokens_per_s": 8.0,
             "bytes": {"ssd_to_dram": 4096},
             "tiers": {"hbm": {"budget_bytes": 10, "peak_bytes": 5}},
-        }
+            **dict.fromkeys(("model", "method", "device", "dtype"), "stand-in"),
+            "timeline": {
+                "warm_up_steps": 1, "warm_up_s": 0.5,
+                "steps": 2, "wall_s": 0.2, "device_busy_s": 0.11,
+                "stall_s": {"SSD->DRAM": 0.04, "DRAM->HBM": 0.03, "host gather": 0.02,
+                            "engine": 0.0},
+                "work_s": {"select": 0.05, "fetch": 0.13, "compute": 0.05, "other": 0.01},
+                "overlap_efficiency": 1.2, "hits": 30, "misses": 10,
+                "lanes": {"SSD->DRAM": {"seconds": 0.04, "bytes": 8192, "spans": 2},
+                          "engine": {"seconds": 0.04, "bytes": 0, "spans": 2}},
+            },
+        }  # fmt: skip
 
 
 class StandInLimits:
@@ -285,6 +300,9 @@ def test_bad_file_is_a_usage_error(
         (["--prompt", "x", "--config", "/nonexistent.toml"], "config file /nonexistent.toml"),
         (["--prompt", "x", "--stats-json", "/nonexistent/s.json"], "does not exist"),
         (["--prompt", "x", "--stats-json", "/"], "is a directory"),
+        (["--prompt", "x", "--trace", "/nonexistent/t.json"], "does not exist"),
+        (["--prompt", "x", "--trace", "/"], "--trace: / is a directory"),
+        (["--prompt", "x", "--trace", "t", "--stats-json", "./t"], "another file than --stats"),
     ],
 )
 def test_bad_values_are_usage_errors(
@@ -403,6 +421,38 @@ def test_quiet_says_nothing(
     assert generate.main(["--prompt", "a", "--quiet"]) == 0
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("a \n", "")
+
+
+def test_stats_are_a_table_on_stderr_and_a_trace_is_a_file(
+    stand_in: type[StandInEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    assert generate.main(["--prompt", "a b", "--quiet", "--stats", "--trace", str(trace)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "a b \n"
+    table = {line[:20].strip(): line[20:].split() for line in captured.err.splitlines()}
+    assert table["device busy"] == ["55.00", "55.0", "%"]
+    assert table["stalls"] == ["45.00", "45.0", "%"]
+    assert table["DRAM->HBM"] == ["15.00", "15.0", "%"]
+    assert table["SSD->DRAM"] == ["20.00", "4.0", "KiB", "200.0", "KiB"]
+    assert "8.0 tokens/s; 2 steps in 0.20 s, 100.00 ms a step; 1 more in 0.50 s" in captured.err
+    assert "overlap efficiency 1.20" in captured.err
+    assert "ssd to dram 4.0 KiB" in captured.err
+    told = json.loads(trace.read_text())
+    assert told["otherData"]["configuration"] == "config: kvdrive"
+    names = [event["name"] for event in told["traceEvents"]]
+    assert (names.count("compute"), names.count("step 1")) == (2, 1)
+
+
+def test_a_run_that_is_stopped_or_fails_leaves_its_trace(
+    stand_in: type[StandInEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for word in ("interrupt", "crash"):
+        trace = tmp_path / f"{word}.json"
+        assert generate.main(["--prompt", f"one {word} two", "--trace", str(trace)]) == 1
+        names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+        assert names.count("compute") == {"interrupt": 2, "crash": 1}[word]
+    assert "trace: 2 spans, 2 steps" in capsys.readouterr().err
 
 
 def test_no_new_tokens_prints_nothing(

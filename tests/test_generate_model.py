@@ -82,6 +82,7 @@ def check_stats(figures: dict[str, Any]) -> None:
     assert set(figures) == {
         "model", "method", "device", "dtype", "config", "sessions", "prefill_s", "index_s",
         "decode_s", "save_s", "decode_tokens_per_s", "bytes", "pages", "tiers", "stage_s",
+        "timeline",
     }  # fmt: skip
     for session in figures["sessions"]:
         assert set(session) == {
@@ -89,6 +90,9 @@ def check_stats(figures: dict[str, Any]) -> None:
             "hit_rate", "reused_tokens", "saved_bytes",
         }  # fmt: skip
     assert sum(figures["stage_s"].values()) == pytest.approx(figures["decode_s"], rel=0.02)
+    timeline = figures["timeline"]
+    told = timeline["device_busy_s"] + sum(timeline["stall_s"].values())
+    assert told == pytest.approx(timeline["wall_s"], rel=1e-6)
     for held in figures["tiers"].values():
         assert held["peak_bytes"] <= held["budget_bytes"]
 
@@ -99,6 +103,9 @@ def test_every_field_of_the_statistics_is_documented(run: Command, tmp_path: Pat
     figures = json.loads(stats.read_text())
     text = (Path(__file__).parent.parent / "docs" / "stats.md").read_text(encoding="utf-8")
     names = [*figures, *figures["sessions"][0], *figures["bytes"], *figures["tiers"]]
+    timeline = figures["timeline"]
+    names += [*timeline, *timeline["stall_s"], *timeline["work_s"], *timeline["lanes"]]
+    names += timeline["lanes"]["device"]
     for name in [*names, *figures["stage_s"], *figures["tiers"]["hbm"], *figures["pages"]]:
         assert f"`{name}`" in text
 

@@ -17,7 +17,7 @@ from kvdrive_jax.methods.kvdrive import KVDrive
 from kvdrive_jax.pipeline.parts import Arrangement, Cohort, MicroBatch, candidates, cut
 from kvdrive_jax.pipeline.scheduler import run_layers
 from kvdrive_jax.tiers.link import Link, Links
-from tests.tiny import CharacterTokenizer, random_prompt, tiny_model
+from tests.tiny import CharacterTokenizer, compiles, random_prompt, tiny_model
 
 MODEL = tiny_model()
 TOKENIZER: Any = CharacterTokenizer()
@@ -117,9 +117,11 @@ def test_arranging_between_steps_changes_no_token() -> None:
 
 
 def test_an_arrangement_that_is_none_is_refused() -> None:
-    with patch.object(KVDrive, "layers", lambda self, _: self.arrange(Arrangement(3, 5))):
-        with pytest.raises(ValueError, match="arrangement must be one of"):
-            decode(PipelineConfig())
+    with (
+        patch.object(KVDrive, "layers", lambda self, _: self.arrange(Arrangement(3, 5))),
+        pytest.raises(ValueError, match="arrangement must be one of"),
+    ):
+        decode(PipelineConfig())
 
 
 def test_speculative_selects_by_the_layer_before() -> None:
@@ -145,14 +147,17 @@ def test_cuts_cover_the_batch(batch: int, micro_batch: int, cohorts: int) -> Non
             cohort.last,
         )
         sizes = [part.last - part.first for part in cohort.micro_batches]
-        assert 1 <= min(sizes) and max(sizes) <= micro_batch and max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= micro_batch
+        assert min(sizes) >= max(sizes) - 1
+        assert min(sizes) >= 1
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 33))
 def test_candidates_are_few_and_fit(batch: int) -> None:
     found = candidates(batch)
-    assert Arrangement(batch) in found and len(found) <= 2 * (batch.bit_length() + 1)
+    assert Arrangement(batch) in found
+    assert len(found) <= 2 * (batch.bit_length() + 1)
     assert all(1 <= one.micro_batch <= batch and one.cohorts <= min(2, batch) for one in found)
     assert candidates(batch, micro_batch=2, cohorts=1) == [Arrangement(min(2, batch))]
 
@@ -231,6 +236,14 @@ def test_what_is_no_pipeline_is_refused(values: dict[str, Any], words: str) -> N
         PipelineConfig(**values)
 
 
+def test_speculation_has_no_estimate() -> None:
+    with pytest.raises(ValueError, match="estimate must be none with schedule speculative"):
+        KVDriveConfig(
+            retrieval=RetrievalConfig(estimate="chunks"),
+            pipeline=PipelineConfig(schedule="speculative"),
+        )
+
+
 def test_callbacks_of_a_closed_batch_are_dropped() -> None:
     from kvdrive_jax.pipeline.miss_lists import Bell, Callbacks, _deliver
 
@@ -238,7 +251,8 @@ def test_callbacks_of_a_closed_batch_are_dropped() -> None:
     ticket, missing = lists.ticket(3), np.arange(4).reshape(2, 1, 1, 2)
     _deliver(ticket, missing)
     arrived = lists.arrived(3, None)  # type: ignore[arg-type]
-    assert arrived is not None and (arrived == missing).all()
+    assert arrived is not None
+    assert (arrived == missing).all()
     assert lists.arrived(3, None) is None  # type: ignore[arg-type]
     lists.close()
     _deliver(ticket, missing)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvdrive_jax.models.config import ModelConfig
@@ -69,3 +72,19 @@ def random_prompt(tokens: int, seed: int = 1) -> list[int]:
     """Token ids that never end a text."""
     rng = np.random.default_rng(seed)
     return [int(token) for token in rng.integers(1, VOCABULARY, tokens)]
+
+
+@contextmanager
+def compiles() -> Iterator[list[str]]:
+    """What the backend compiles within it."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if "backend_compile" in event:
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.clear_event_listeners()

@@ -7,6 +7,7 @@ BatchMethod, name it in ``methods.table``, and add it to the conformance test.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import numpy as np
 
 from kvdrive_jax.config import KVDriveConfig, Precision
 from kvdrive_jax.models.model import Model, ModelDef
+from kvdrive_jax.pipeline.parts import Arrangement
 from kvdrive_jax.pipeline.prefill import PromptLayer
 from kvdrive_jax.pipeline.recorder import TraceRecorder
 from kvdrive_jax.plan import Plan
@@ -90,8 +92,21 @@ class BatchMethod(ABC):
         self.tools = tools
         self.plan = plan
         self.rows = rows
+        self._step_begun = 0.0
+        self._logits: jax.Array | None = None
         self.failed: dict[int, str] = {}
         """Rows whose KV is lost, and why; their sessions end, the others go on."""
+        self.arrangement = Arrangement(plan.shape.batch)
+        """How the batch is cut."""
+
+    def arrangements(self) -> list[Arrangement]:
+        """What `arrange` may be given; any of them gives the same tokens."""
+        return [self.arrangement]
+
+    def arrange(self, arrangement: Arrangement) -> None:
+        """Cut the batch anew, between two steps."""
+        if arrangement not in self.arrangements():
+            raise ValueError(f"arrangement must be one of {self.arrangements()}, got {arrangement}")
 
     @abstractmethod
     def absorb(self, row: int, layer: int, prompt: PromptLayer) -> None:
@@ -117,9 +132,11 @@ class BatchMethod(ABC):
     def step(self, tokens: jax.Array) -> jax.Array:
         """Logits [B, V] float32 after tokens [B] int32; rows are advanced by the engine."""
         model = self.tools.model
+        self._step_begun = time.perf_counter()
         hidden = embed_tokens(model.static, model.ends, tokens)
         hidden = self.layers(hidden)
-        return token_logits(model.static, model.ends, hidden)
+        self._logits = token_logits(model.static, model.ends, hidden)
+        return self._logits
 
     def burst(self, draws: Draws, limit: int) -> Drawn | None:
         """Up to ``limit`` steps without the host, at least one; None where each step needs it.
@@ -133,8 +150,18 @@ class BatchMethod(ABC):
         """Count one step of all active sessions, in ``rows.counts``, before it is advanced: the
         engine does for each step of a burst that it uses, ``layers`` by itself."""
 
-    def after_step(self) -> None:  # noqa: B027  doing nothing is a fine answer
-        """The step's tokens are on the host: the device has finished it."""
+    def after_step(self) -> None:
+        """A step, and what draws from its logits, is dispatched: wait for the logits, and note in
+        the timeline when the device did what. Does nothing where no step was made."""
+        logits, self._logits = self._logits, None
+        if logits is not None:
+            self.note_step(logits)
+
+    def note_step(self, logits: jax.Array) -> None:
+        """Wait for a step's logits and note when the device did what; a method that knows it of
+        each layer says so."""
+        logits.block_until_ready()
+        self.tools.timeline.span("device", "compute", self._step_begun, time.perf_counter())
 
     def retire(self, row: int) -> None:  # noqa: B027  doing nothing is a fine answer
         """The session of ``row`` has ended: give back what it held."""

@@ -36,7 +36,7 @@ def draw_burst(
     held = Held(
         layers=model.layers,
         ends=model.ends,
-        index=state.stacked_index() if scans() else tuple(state.index[0]),
+        indexes=state.stacked_index() if scans() else tuple(state.index[0]),
         window=state.windows[0],
         n_chunks=int32(n_chunks),
         inv_freq=rows.inv_freq,

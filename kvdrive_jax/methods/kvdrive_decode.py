@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +99,8 @@ class TieredStages:
         self._ranked: list[dict[int, Ranked | None]] = []
         self._watched: deque[_Watched] = deque()
         self._device_end = 0.0
+        self._taken = np.zeros(0, np.int64)
+        self._waiting: float | None = None
         self._inline = False
         self.arrange()
 
@@ -109,10 +112,19 @@ class TieredStages:
         self._inline = len(parts) == 1 and not self._spec.speculative
 
     def step(
-        self, hidden: jax.Array, steps: dict[tuple[int, int], Step]
+        self,
+        hidden: jax.Array,
+        steps: dict[tuple[int, int], Step],
+        taken: np.ndarray[Any, Any],
+        active: np.ndarray[Any, Any],
     ) -> tuple[jax.Array, list[Ranked | None]]:
-        """One token through all layers: hidden [B, E], and what was ranked in each layer."""
+        """One token through all layers: hidden [B, E], and what was ranked in each layer.
+
+        taken: [B] chunks that each session selects per kv head; active: [B] bool: a cohort whose
+        sessions have all ended is left out.
+        """
         layers, cohorts = self._tools.model.config.num_layers, self._state.cohorts
+        self._taken = taken * self._tools.model.config.num_kv_heads
         self._steps = steps
         self._tokens = [[] for _ in cohorts]
         self._ranked = [{} for _ in range(layers)]
@@ -121,9 +133,18 @@ class TieredStages:
         cuts = tuple((part.first, part.last) for part in parts)
         rows = (hidden,) if len(cuts) == 1 else split_rows(hidden, cuts)
         states = [tuple(rows[part.number] for part in cohort.micro_batches) for cohort in cohorts]
-        states = run_layers(self, cohorts, layers, states, speculative=self._spec.speculative)
-        for cohort, tokens in zip(cohorts, self._tokens, strict=True):
-            self._append(cohort, tokens)
+        # Who records is told of every row.
+        going = [cohort for cohort in cohorts if self._spec.ranked or active[cohort.rows].any()]
+        after = run_layers(
+            self,
+            going,
+            layers,
+            [states[cohort.number] for cohort in going],
+            speculative=self._spec.speculative,
+        )
+        for cohort, state in zip(going, after, strict=True):
+            states[cohort.number] = state
+            self._append(cohort, self._tokens[cohort.number])
         ended = tuple(part for state in states for part in state)
         hidden = ended[0] if len(ended) == 1 else join_rows(ended)
         return hidden, [_all_rows(ranked) for ranked in self._ranked]
@@ -143,7 +164,7 @@ class TieredStages:
     # The stages
 
     def select(self, layer: int, part: MicroBatch, hidden: Hiddens) -> Fetch:
-        begun = time.perf_counter()
+        begun = self._working()
         directories = self._state.directory[part.number]
         first = self._state.cohorts[part.cohort].micro_batches[0].number
         selected, directories[layer] = select_stage(
@@ -183,6 +204,7 @@ class TieredStages:
             if missing is None:
                 return False
             moved = fetch.here = True
+            self._note_list(fetch, missing)
             if self._inline:
                 gathered = self._tiers.gather(fetch.layer, fetch.part, missing, window.shape)
                 self._land(fetch, gathered)
@@ -201,7 +223,7 @@ class TieredStages:
     def _land(self, fetch: Fetch, gathered: Gathered | None) -> None:
         at = fetch.part.cohort
         if gathered is not None:
-            begun = time.perf_counter()
+            begun = self._working()
             self._state.windows[at] = self._tiers.write(
                 fetch.layer, fetch.part, gathered, self._state.windows[at]
             )
@@ -219,7 +241,7 @@ class TieredStages:
     def compute(
         self, layer: int, cohort: Cohort, hidden: Hiddens, fetches: Sequence[Fetch]
     ) -> Hiddens:
-        begun = time.perf_counter()
+        begun = self._working()
         hidden, k, v = compute_stage(
             self._spec,
             self._tools.model.layers[layer],
@@ -237,16 +259,34 @@ class TieredStages:
         return hidden
 
     def wait(self, fetches: Sequence[Fetch]) -> None:
-        begun = time.perf_counter()
+        if self._waiting is None:
+            self._waiting = time.perf_counter()
         gathering = any(fetch.arrives is not None and not fetch.landed for fetch in fetches)
         if self._watched and not gathering:
             self._watched[0].output.block_until_ready()
         else:
             self._bell.wait(POLL_S if self._watched or not gathering else None)
         self.observe()
-        self._tools.timeline.span("engine", "wait", begun, time.perf_counter())
 
-    # What the device did when
+    # What ran when
+
+    def _working(self) -> float:
+        """The engine has something to do, from now on."""
+        now = time.perf_counter()
+        if self._waiting is not None:
+            self._tools.timeline.span("engine", "wait", self._waiting, now)
+            self._waiting = None
+        return now
+
+    def _note_list(self, fetch: Fetch, missing: np.ndarray[Any, Any]) -> None:
+        """A miss list has arrived: what was hit is known."""
+        begun, part = self._working(), fetch.part
+        misses = int(np.count_nonzero(missing[0] >= 0))
+        hits = int(self._taken[part.first : part.last].sum()) - misses
+        self._tools.timeline.span(
+            "engine", "miss list", begun, time.perf_counter(), fetch.layer, part.number,
+            part.cohort, hits=hits, misses=misses,
+        )  # fmt: skip
 
     def _dispatched(
         self, name: str, layer: int, part: int, cohort: int, output: jax.Array, begun: float
@@ -255,16 +295,31 @@ class TieredStages:
         self._watched.append(_Watched(name, layer, part, cohort, output, now))
         self._tools.timeline.span("engine", f"dispatch {name}", begun, now, layer, part, cohort)
 
-    def observe(self, *, everything: bool = False) -> None:
-        """Take note of what the device has finished; ``everything``: it has finished all."""
-        while self._watched and (everything or is_ready(self._watched[0].output)):
-            seen = self._watched.popleft()
-            now = time.perf_counter()
-            start = min(max(seen.dispatched, self._device_end), now)
-            self._tools.timeline.span(
-                "device", seen.name, start, now, seen.layer, seen.part, seen.cohort
-            )
-            self._device_end = now
+    def observe(self) -> None:
+        """Take note of what the device has finished."""
+        while self._watched and is_ready(self._watched[0].output):
+            self._seen()
+
+    def finish(self, logits: jax.Array) -> None:
+        """Wait for the rest of a step, and take note of it."""
+        begun = self._working()
+        while self._watched:
+            self._watched[0].output.block_until_ready()
+            self._seen()
+        after = self._device_end
+        logits.block_until_ready()
+        now = time.perf_counter()
+        self._tools.timeline.span("device", "logits", after, now)
+        self._tools.timeline.span("engine", "wait", begun, now)
+        self._device_end = now
+
+    def _seen(self) -> None:
+        seen, now = self._watched.popleft(), time.perf_counter()
+        start = min(max(seen.dispatched, self._device_end), now)
+        self._tools.timeline.span(
+            "device", seen.name, start, now, seen.layer, seen.part, seen.cohort
+        )
+        self._device_end = now
 
     def close(self) -> None:
         """Nothing more will be dispatched."""

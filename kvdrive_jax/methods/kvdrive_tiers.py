@@ -80,6 +80,7 @@ class BatchTiers:
             workers=WORKERS,
             link=tools.links.ssd_to_dram,
             allocate=None if way.arena is None else way.arena.take,
+            timeline=tools.timeline,
         )
         try:
             if tools.links.dram_to_hbm is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from kvdrive_jax.files import cache_folder
 from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.models.model import Leaves, Model, define
 
@@ -40,8 +40,7 @@ def default_cache_dir() -> str:
     """Returns the user's cache folder for converted weights: under ``XDG_CACHE_HOME``, else under
     ``~/.cache``.
     """
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(root, "kvdrive_jax", "weights")
+    return cache_folder("weights")
 
 
 def tell(message: str) -> None:

@@ -9,6 +9,7 @@ the host.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -95,6 +96,7 @@ class Fetcher:
         self._ring = StagingRing(buffers, most, geometry, ledger, name=name)
         self._buffers = buffers
         self._lent: deque[Staging] = deque()
+        self._lock = threading.Lock()
 
     def compile(self, window: jax.Array) -> jax.Array:
         """Compile the write of every transfer size now, not when a step first needs it.
@@ -126,13 +128,14 @@ class Fetcher:
         at = np.flatnonzero(chunks >= 0)
         if not at.size:
             return None
-        if len(self._lent) == self._buffers:
-            self._ring.release(self._lent.popleft())
         owner = at // missing.shape[-1]
         row, head = owner // kv_heads, owner % kv_heads
         size = next(size for size in self._sizes if size >= at.size)
-        staging = self._ring.acquire()
-        self._lent.append(staging)
+        with self._lock:
+            if len(self._lent) == self._buffers:
+                self._ring.release(self._lent.popleft())
+            staging = self._ring.acquire()
+            self._lent.append(staging)
         pages = staging.buffer[:size]
         failure = self._read(layer, sessions, row, head, chunks[at], pages)
         target = np.full(size, batch * rows, np.int32)
@@ -141,9 +144,8 @@ class Fetcher:
         missed = np.bincount(row, minlength=len(sessions)).tolist()
         gathered = time.perf_counter()
         self._timeline.span(
-            "host gather", "gather", start, gathered, layer, self._number, nbytes=nbytes,
-            misses=int(at.size),
-        )  # fmt: skip
+            "host gather", "gather", start, gathered, layer, self._number, nbytes=nbytes
+        )
         return Gathered(pages, target, int(at.size), missed, failure)
 
     def carry(self, layer: int, gathered: Gathered) -> None:

@@ -58,7 +58,7 @@ class Sequences(NamedTuple):
 class Held(NamedTuple):
     """What a burst reads and does not change.
 
-    layers: L leaves; ends: leaves; index: one for each layer, or one of all (`stack_layers`), as
+    layers: L leaves; ends: leaves; indexes: one for each layer, or one of all (`stack_layers`), as
     `scans` says; window: [B, L K N, 2, c, D], as of ``stages.resident_layer``; n_chunks: [B] int32;
     inv_freq: [B, R/2]; attention_factor: [B]; numbers: [B] int32, of the sessions' random streams;
     eos: [X] int32, -1 for none.
@@ -66,7 +66,7 @@ class Held(NamedTuple):
 
     layers: tuple[Leaves, ...]
     ends: Leaves
-    index: tuple[LayerIndex, ...] | LayerIndex
+    indexes: tuple[LayerIndex, ...] | LayerIndex
     window: jax.Array
     n_chunks: jax.Array
     inv_freq: jax.Array
@@ -180,7 +180,7 @@ def _unrolled(
 ) -> tuple[jax.Array, tuple[Near, ...]]:
     """Hidden [B, E] through all layers, and near buffers with the new token."""
     rows = []
-    parts = zip(held.layers, near, held.index, strict=True)
+    parts = zip(held.layers, near, held.indexes, strict=True)
     for layer, (leaves, beside, index) in enumerate(parts):
         number = jnp.int32(layer)
         hidden, token, _ = resident_step(
@@ -219,7 +219,7 @@ def _scanned(
         return hidden, (token.k, token.v)
 
     numbers = jnp.arange(len(held.layers), dtype=jnp.int32)
-    hidden, rows = lax.scan(through, hidden, (numbers, near, held.index))
+    hidden, rows = lax.scan(through, hidden, (numbers, near, held.indexes))
     sessions = jnp.arange(hidden.shape[0])
 
     def append(buffer: jax.Array, row: jax.Array) -> jax.Array:

@@ -96,7 +96,7 @@ class _Run(Generic[Hidden, Fetch]):
             self._compute(layer, fetches)
 
     def _speculative(self) -> Generator[list[Fetch], None, None]:
-        ahead = self._select(0)
+        ahead = self._select(0) if self._layers else []
         for layer in range(self._layers):
             fetches = ahead
             if layer + 1 < self._layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures as futures
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -18,6 +19,7 @@ from kvdrive_jax.tiers.pages import Bytes, FetchCount, Ids, PageError, PageGeome
 from kvdrive_jax.tiers.precision import transcode
 from kvdrive_jax.tiers.ssd import SsdSegments
 from kvdrive_jax.tiers.staging import Transit
+from kvdrive_jax.timeline import READ_AHEAD, Timeline
 
 
 class PageReader:
@@ -28,6 +30,7 @@ class PageReader:
         dram: what holds pages in DRAM.
         positions: per layer [K * capacity], where each chunk is on SSD; empty without SSD.
         segments: on SSD, or None. ``drop_ssd`` forgets them.
+        timeline: gets a span for every read from SSD, and every wait for what is read ahead.
     """
 
     def __init__(
@@ -42,12 +45,14 @@ class PageReader:
         sync: SyncName,
         transit: Transit,
         traffic: Traffic,
+        timeline: Timeline,
         link: Link | None,
     ) -> None:
         self._name, self._heads, self._capacity = name, geometry.kv_heads, chunk_capacity
         self._dram, self._positions, self._segments = dram, positions, segments
         self._whole_layers = sync == "layerwise"
         self._transit, self._traffic, self._link = transit, traffic, link
+        self._timeline = timeline
         self._convert = transcode(geometry.format(geometry.ssd), geometry.format(geometry.dram))
         self._ahead: list[futures.Future[None] | None] = [None] * geometry.layers
 
@@ -77,7 +82,7 @@ class PageReader:
             if isinstance(dram, DramCache):
                 dram.install(key[at], pages)
 
-        nbytes = self._read(layer, head, index, stored, arrived)
+        nbytes = self._read(layer, head, index, stored, arrived, "read")
         self._traffic.add_pages("ssd", len(absent))
         return FetchCount(m - len(absent), len(absent), nbytes)
 
@@ -88,10 +93,12 @@ class PageReader:
         index: Ids,
         stored: int,
         arrived: Callable[[Wide, Bytes], None],
+        why: str,
     ) -> int:
         """Pages of chunks ``index`` [n] of kv heads ``head`` from SSD; bytes read.
 
         ``arrived`` gets, buffer by buffer, which of the n came, and their pages as DRAM has them.
+        ``why`` names the reads in the timeline.
         """
         segments = self._segments
         if segments is None:
@@ -110,6 +117,7 @@ class PageReader:
             for first in range(0, n, per_round):
                 last = min(n, first + per_round)
                 block = scratch[: (last - first) * extent_bytes]
+                start = time.perf_counter()
                 with nullcontext() if self._link is None else self._link.carry(block.nbytes):
                     segments.read(
                         layer,
@@ -117,6 +125,9 @@ class PageReader:
                         plan.extents[first:last],
                         block.reshape(last - first, extent_bytes),
                     )
+                self._timeline.span(
+                    "SSD->DRAM", why, start, time.perf_counter(), layer, nbytes=block.nbytes
+                )
                 edges = np.searchsorted(plan.place, (first * per_extent, last * per_extent))
                 chosen = slice(int(edges[0]), int(edges[1]))
                 pages = block.reshape(-1, layout.page_bytes)
@@ -161,7 +172,7 @@ class PageReader:
             dram.install(key[at], pages)
 
         try:
-            self._read(layer, index // self._capacity, index, stored, arrived)
+            self._read(layer, index // self._capacity, index, stored, arrived, READ_AHEAD)
         except PageError as error:
             failed(error)
         except Exception as error:
@@ -180,8 +191,12 @@ class PageReader:
         What has not begun is given up."""
         ahead = self._ahead[layer]
         # It stays there: another thread may have put the next in its place.
-        if ahead is not None and not ahead.cancel():
+        if ahead is not None and not ahead.cancel() and not ahead.done():
+            start = time.perf_counter()
             futures.wait([ahead])
+            self._timeline.span(
+                "SSD->DRAM", "wait for read ahead", start, time.perf_counter(), layer
+            )
 
     def settle(self) -> None:
         """Until nothing is being read ahead."""

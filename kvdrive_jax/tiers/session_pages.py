@@ -103,6 +103,7 @@ class SessionPages:
                 sync=tiers.sync,
                 transit=shared.transit,
                 traffic=shared.traffic,
+                timeline=shared.timeline,
                 link=shared.link,
             )
         except BaseException:

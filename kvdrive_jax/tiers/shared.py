@@ -14,6 +14,7 @@ from kvdrive_jax.tiers.dram import SlabAllocator
 from kvdrive_jax.tiers.link import Link
 from kvdrive_jax.tiers.pages import PageError, PageGeometry
 from kvdrive_jax.tiers.staging import Transit
+from kvdrive_jax.timeline import Timeline
 
 if TYPE_CHECKING:
     from kvdrive_jax.tiers.session_pages import SessionPages
@@ -39,5 +40,6 @@ class Shared:
     closed: Callable[[SessionPages], None]
     read_ahead: Callable[..., futures.Future[None] | None]
     """Runs a function on a worker, or not: there is a limit."""
+    timeline: Timeline
     link: Link | None = None
     allocate: SlabAllocator | None = None

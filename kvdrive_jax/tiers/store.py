@@ -32,6 +32,7 @@ from kvdrive_jax.tiers.placement import SessionPlan, plan_session
 from kvdrive_jax.tiers.session_pages import SessionPages
 from kvdrive_jax.tiers.shared import Shared
 from kvdrive_jax.tiers.staging import Transit
+from kvdrive_jax.timeline import Timeline
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
@@ -45,6 +46,7 @@ class PageStore:
     ``workers`` threads write and as many fetch. ``pending_bytes`` bounds the pages handed in and
     not yet stored (None: one layer of the largest open session). ``allocate`` gives the memory of
     the DRAM tier (None: ordinary memory). ``link`` imitates a slower SSD.
+    ``timeline`` gets a span for every read from SSD.
 
     Raises ValueError when ``tiers.ssd_dir`` cannot be used.
     """
@@ -60,6 +62,7 @@ class PageStore:
         pending_bytes: int | None = None,
         allocate: SlabAllocator | None = None,
         link: Link | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
@@ -92,6 +95,7 @@ class PageStore:
             notice=self._notices.append,
             closed=self._forget,
             read_ahead=self._read_ahead,
+            timeline=timeline or Timeline(),
             link=link,
             allocate=allocate,
         )

@@ -133,13 +133,7 @@ def place(
     miss = (ids >= 0) & ~hit
 
     held = _write(jnp.zeros((batch, kv_heads, slots), bool), found, True)
-    free = ~held & (jnp.arange(slots) < directory.capacity[..., None])
-    victims = select_chunks(
-        _eviction_order(directory.chunk_of_slot, priority, free),
-        jnp.full((batch,), slots, jnp.int32),
-        count,
-        limit=jnp.minimum(miss.sum(axis=-1), free.sum(axis=-1)).astype(jnp.int32),
-    )
+    victims = find_victims(directory, priority, held, miss.sum(axis=-1), count)
 
     nth = jnp.maximum(jnp.cumsum(miss, axis=-1) - 1, 0)
     target = jnp.where(miss, _look_up(victims, nth), -1)
@@ -162,6 +156,22 @@ def place(
         history=advance(directory.history, held | arrived, arrived),
     )
     return after, jnp.where(hit, found, target), miss
+
+
+def find_victims(
+    directory: Directory, priority: jax.Array, held: jax.Array, wanted: jax.Array, count: int
+) -> jax.Array:
+    """Slots [B, K, P] int32 for the first ``wanted`` [B, K] of P = ``count`` misses, -1 for none:
+    the empty ones first, then those of the lowest priority [B, K, S]; none that is ``held``
+    [B, K, S]."""
+    batch, _, slots = directory.chunk_of_slot.shape
+    free = ~held & (jnp.arange(slots) < directory.capacity[..., None])
+    return select_chunks(
+        _eviction_order(directory.chunk_of_slot, priority, free),
+        jnp.full((batch,), slots, jnp.int32),
+        count,
+        limit=jnp.minimum(wanted, free.sum(axis=-1)).astype(jnp.int32),
+    )
 
 
 def held_slots(

@@ -7,17 +7,23 @@ curves and not sizes, so that one profile serves every HBM budget (`allocation`)
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
-import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from kvdrive_jax.files import (
+    cache_folder,
+    name_of,
+    number,
+    of_kind,
+    read_json,
+    typed,
+    write_json,
+)
 
 VERSION: Final = 1
 LARGEST_BYTES: Final = 64 << 20
@@ -130,38 +136,20 @@ def merge(profiles: Sequence[Profile]) -> Profile:
 
 def profile_path(key: ProfileKey) -> str:
     """The default place of a profile: under ``XDG_CACHE_HOME``, else under ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    text = json.dumps([VERSION, asdict(key)], sort_keys=True).encode()
-    name = hashlib.blake2b(text, digest_size=16).hexdigest()
-    return os.path.join(root, "kvdrive_jax", "profiles", f"{name}.json")
+    return os.path.join(cache_folder("profiles"), f"{name_of([VERSION, asdict(key)])}.json")
 
 
 def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     """In one piece: what was there before stays until the new file is complete."""
     values = {"version": VERSION, **asdict(profile)}
     values["hits"] = profile.hits.tolist()
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(values, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_json(path, values)
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
     """The profile of a file. Raises ValueError, naming it, for one that is none."""
     try:
-        # Read no further than the limit: the size of a pipe or device is not known before.
-        with open(path, "rb") as file:
-            content = file.read(LARGEST_BYTES + 1)
-        if len(content) > LARGEST_BYTES:
-            raise ValueError(f"its bytes are more than {LARGEST_BYTES:,}")
-        return _parse(json.loads(content.decode("utf-8")))
+        return _parse(read_json(path, LARGEST_BYTES))
     except OSError as error:
         raise ValueError(f"window profile {path}: {error.strerror}") from error
     except KeyError as error:
@@ -179,15 +167,15 @@ def _parse(values: Any) -> Profile:
     if type(version) is not int or version != VERSION:
         raise ValueError(f"its version must be {VERSION}, got {version!r}")
     return Profile(
-        key=_typed(ProfileKey, values["key"], "key"),
-        model=_of(str, values["model"], "model"),
+        key=typed(ProfileKey, values["key"], "key"),
+        model=of_kind(str, values["model"], "model"),
         multiples=tuple(
-            _number(n, "multiples") for n in _of(list, values["multiples"], "multiples")
+            number(n, "multiples") for n in of_kind(list, values["multiples"], "multiples")
         ),
         hits=_curves(values["hits"]),
-        selected=_number(values["selected"], "selected"),
+        selected=number(values["selected"], "selected"),
         texts=tuple(
-            _typed(ProfiledText, text, "texts") for text in _of(list, values["texts"], "texts")
+            typed(ProfiledText, text, "texts") for text in of_kind(list, values["texts"], "texts")
         ),
     )
 
@@ -195,7 +183,7 @@ def _parse(values: Any) -> Profile:
 def _curves(values: Any) -> npt.NDArray[np.float64]:
     """NumPy alone would take strings, true and false for numbers."""
     for value in _leaves(values):
-        _number(value, "hits")
+        number(value, "hits")
     return np.array(values, np.float64)
 
 
@@ -205,24 +193,3 @@ def _leaves(values: Any) -> Iterator[Any]:
             yield from _leaves(value)
     else:
         yield values
-
-
-def _typed(cls: Any, values: Any, where: str) -> Any:
-    """``cls(**values)`` with the types its fields have."""
-    kinds = {"int": int, "str": str}
-    table = _of(dict, values, where)
-    fields = dataclasses.fields(cls)
-    return cls(**{f.name: _of(kinds[str(f.type)], table[f.name], f.name) for f in fields})
-
-
-def _number(value: Any, name: str) -> float:
-    return float(_of((int, float), value, name))
-
-
-def _of(kind: Any, value: Any, name: str) -> Any:
-    """``value`` if it is of a JSON kind; true and false are no numbers."""
-    if isinstance(value, kind) and not isinstance(value, bool):
-        return value
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    expected = " or ".join(one.__name__ for one in kinds)
-    raise ValueError(f"{name} must be {expected}, got {reprlib.repr(value)}")

@@ -43,15 +43,26 @@ class WindowShape:
         return self.chunk_capacity / self.selected if layout is None else layout.mean_multiple
 
 
+MostMultiple = Callable[[WindowShape, float, Profile | None], float | None]
+"""Of a batch, the largest multiple that fits and the profile there is: the multiple beyond which
+windows cost more than they save, or None where that is not known."""
+
+
 def choose_layout(
-    config: WindowConfig, shape: WindowShape, key: ProfileKey, hbm: Hbm, budget: int
+    config: WindowConfig,
+    shape: WindowShape,
+    key: ProfileKey,
+    hbm: Hbm,
+    budget: int,
+    most: MostMultiple | None = None,
 ) -> tuple[WindowLayout | None, str]:
     """The windows of a batch, and in a few words where their sizes come from.
 
     Asked for: that, or with a profile its distribution over layers and heads at the same mean.
     Else everything, if it fits ``budget`` bytes of HBM; else as a profile of the model distributes
     what fits (`--window-profile`, or one in its default place); else the largest uniform windows
-    that fit (paper 5.1), or the smallest there are, for the plan to refuse.
+    that fit (paper 5.1), or the smallest there are, for the plan to refuse. Of what fits no more is
+    taken than pays, where ``most`` knows it (paper 6.2).
 
     Raises ValueError for a profile that is asked for and is not of this model and configuration.
     """
@@ -73,16 +84,22 @@ def choose_layout(
         profile = read_profile(path) if os.path.exists(path) else None
         if profile is not None:
             profile.require(key, path)
+    how, by = "the largest that fits", f"by {path}"
+    if most is not None and largest is not None and largest.mean_multiple > 1:
+        pays = most(shape, largest.mean_multiple, profile)
+        if pays is not None and pays < largest.mean_multiple:
+            largest, how = shape.uniform(pays), "as large as pays"
+            by = f"{how}, {by}"
     if largest is None or profile is None or largest.mean_multiple >= profile.multiples[-1]:
-        return largest or shape.uniform(0.0), "the largest that fits"
+        return largest or shape.uniform(0.0), how
     rows = largest.rows
     layout = profile_layout(profile, shape, rows)
     while hbm(layout) > budget:  # directories are as wide as the largest window
         rows = rows * 99 // 100
         if rows < shape.uniform_rows(1.0):
-            return largest, "the largest that fits"
+            return largest, how
         layout = profile_layout(profile, shape, rows)
-    return layout, f"by {path}"
+    return layout, by
 
 
 def _largest_uniform(shape: WindowShape, hbm: Hbm, budget: int) -> WindowLayout | None:

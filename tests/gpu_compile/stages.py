@@ -35,8 +35,17 @@ def compute(shape: Shape) -> Call:
         lambda *args: stages.select_stage(shape.spec, *args), *select(shape).args[1:]
     )
     window = shape.pool
-    args = (shape.spec, shape.layer, shape.hidden, selected, shape.step, shape.near, window)
+    told = (stages.Attended(selected.token, selected.slots, selected.rest),)
+    args = (shape.spec, shape.layer, (shape.hidden,), told, shape.step, shape.near, window)
     return Call(stages.compute_stage, args)
+
+
+def compute_parts(shape: Shape) -> Call:
+    """The same of a cohort of as many micro-batches as sessions."""
+    spec, layer, (hidden,), (told,), *state = compute(shape).args
+    count = hidden.shape[0]
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), (hidden, told))
+    return Call(stages.compute_stage, (spec, layer, (one[0],) * count, (one[1],) * count, *state))
 
 
 def resident(shape: Shape) -> Call:
@@ -80,7 +89,7 @@ def flush(shape: Shape) -> Call:
     rows = shape.ids(shape.batch)
     return Call(
         stages.flush_stage,
-        (shape.spec, shape.near, shape.layer_index, rows, rows),
+        (shape.spec, shape.near, (shape.layer_index,), rows, rows),
         {"flush_chunks": shape.plan.shape.flush_chunks},
     )
 
@@ -141,9 +150,14 @@ def _parts(shape: Shape) -> Any:
 
 
 def insert(shape: Shape) -> Call:
-    """One session's near tokens and index into the batch."""
-    args = (shape.spec, shape.near, shape.layer_index, shape.ids(), _parts(shape))
-    return Call(indexing.insert_session, args)
+    """One session's index into the batch."""
+    args = (shape.spec, shape.layer_index, shape.ids(), _parts(shape).piece)
+    return Call(indexing.insert_index, args)
+
+
+def insert_near(shape: Shape) -> Call:
+    """One session's near tokens into the batch."""
+    return Call(indexing.insert_state, (shape.near, shape.ids(), _parts(shape).near))
 
 
 def insert_pages(shape: Shape) -> Call:
@@ -157,7 +171,8 @@ def warm(shape: Shape) -> Call:
     """A session's most important chunks into its windows."""
     window = shape.pool
     parts = _parts(shape)
-    args = (window, shape.directory, shape.ids(), parts.pages, parts.importance, shape.ids())
+    rows = (shape.ids(), shape.ids())
+    args = (window, shape.directory, *rows, parts.pages, parts.importance, shape.ids())
     return Call(indexing.warm_window, args)
 
 

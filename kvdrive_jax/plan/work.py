@@ -1,12 +1,12 @@
-"""What a decode step must do, kernel by kernel, and the least time that takes on a GPU.
+"""What a decode step must do, kernel by kernel: bytes and operations, and the least time they take.
 
 A floor is the larger of two times: bytes that must move, each once, over the bandwidth; operations
-over the rate. `floors.py` says what is left out, and prints it.
+over the rate. What is not counted: caches (what one kernel writes and the next reads is counted
+twice), launches, and anything that could be fused away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,61 +16,12 @@ from kvdrive_jax.index.chunks import chunk_count
 from kvdrive_jax.index.form import IndexForm
 from kvdrive_jax.index.two_level import SPAN
 from kvdrive_jax.models.config import ModelConfig
-
-ITEM = 2
-"""Bytes of a weight, an activation, a key or a value: bfloat16."""
+from kvdrive_jax.plan.hardware import Hardware
 
 # Generated tokens not yet in chunks, on average: half of flush_tokens.
 UNFLUSHED = 128
 
 Part = Literal["select", "attend", "write", "fetch", "model", "prefill"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """Peak figures of one GPU, as its maker states them.
-
-    hbm: bytes/s of device memory; tensor: bfloat16 operations/s of the tensor cores, dense, summed
-    in float32; vector: float32 operations/s outside them; pcie: bytes/s in one direction.
-    """
-
-    name: str
-    hbm: float
-    tensor: float
-    vector: float
-    pcie: float
-    source: str
-
-
-# 16 lanes of 16 (32) GT/s with 128 of 130 bits used: PCI-SIG base specification 4.0 (5.0).
-PCIE_4, PCIE_5 = 31.5e9, 63.0e9
-
-GPUS = {
-    "a100": Gpu(
-        name="A100 SXM 80GB", hbm=2039e9, tensor=312e12, vector=19.5e12, pcie=PCIE_4,
-        source="NVIDIA A100 Tensor Core GPU datasheet, 2021",
-    ),
-    "l20": Gpu(
-        name="L20", hbm=864e9, tensor=119.5e12, vector=59.8e12, pcie=PCIE_4,
-        source="NVIDIA L20 datasheet, 2023",
-    ),
-    "rtx4090": Gpu(
-        name="RTX 4090", hbm=1008e9, tensor=165.2e12, vector=82.6e12, pcie=PCIE_4,
-        source="NVIDIA Ada GPU architecture whitepaper, appendix A (float32 accumulation)",
-    ),
-    "h20": Gpu(
-        name="H20", hbm=4000e9, tensor=148e12, vector=44e12, pcie=PCIE_5,
-        source="NVIDIA HGX H20 product brief, 2024",
-    ),
-    "h100": Gpu(
-        name="H100 SXM", hbm=3352e9, tensor=989.4e12, vector=66.9e12, pcie=PCIE_5,
-        source="NVIDIA H100 Tensor Core GPU architecture whitepaper, table 3",
-    ),
-    "h200": Gpu(
-        name="H200 SXM", hbm=4800e9, tensor=989.4e12, vector=66.9e12, pcie=PCIE_5,
-        source="NVIDIA H200 Tensor Core GPU datasheet, 2024",
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +40,13 @@ class Work:
     tensor_ops: float = 0.0
     vector_ops: float = 0.0
 
-    def seconds(self, gpu: Gpu) -> float:
+    def seconds(self, hardware: Hardware) -> float:
         """The floor of one call."""
         return max(
-            self.hbm_bytes / gpu.hbm,
-            self.pcie_bytes / gpu.pcie,
-            self.tensor_ops / gpu.tensor,
-            self.vector_ops / gpu.vector,
+            self.hbm_bytes / hardware.hbm,
+            self.pcie_bytes / hardware.pcie,
+            self.tensor_ops / hardware.tensor,
+            self.vector_ops / hardware.vector,
         )
 
 
@@ -105,7 +56,7 @@ class Case:
 
     context: tokens of each session; hit_rate: share of the selected chunks that are in their
     windows; scan_one_in: of how many spans of the index one is scanned; window: slots as a
-    multiple of the selection.
+    multiple of the selection; itemsize: bytes of a weight, an activation, a key or a value.
     """
 
     model: ModelConfig
@@ -117,8 +68,13 @@ class Case:
     scan_one_in: int = 1
     window: float = 2.0
     chunk_size: int = 4
+    itemsize: int = 2
 
     def __post_init__(self) -> None:
+        if self.itemsize not in (2, 4):
+            raise ValueError(f"itemsize must be 2 or 4 bytes, got {self.itemsize}")
+        if not self.window >= 0:
+            raise ValueError(f"window must be at least 0, got {self.window}")
         if not 0 <= self.hit_rate <= 1:
             raise ValueError(f"hit_rate must be from 0 to 1, got {self.hit_rate}")
         for name in ("context", "batch", "budget", "chunk_size"):
@@ -178,29 +134,57 @@ class Case:
     @property
     def page_bytes(self) -> int:
         """Of one chunk."""
-        return 2 * self.chunk_size * self.model.head_dim * ITEM
+        return 2 * self.chunk_size * self.model.head_dim * self.itemsize
 
 
 def weights_per_layer(model: ModelConfig) -> int:
     """Parameters of the products of one layer."""
-    heads = model.num_heads + 2 * model.num_kv_heads
-    attention = model.hidden_size * model.head_dim * (heads + model.num_heads)
-    return attention + 3 * model.hidden_size * model.intermediate_size
+    return _projected(model) + _the_rest(model)
 
 
-def _model_works(case: Case) -> list[Work]:
+def _projected(model: ModelConfig) -> int:
+    return model.hidden_size * model.qkv_width
+
+
+def _the_rest(model: ModelConfig) -> int:
+    output = model.hidden_size * model.num_heads * model.head_dim
+    return output + 3 * model.hidden_size * model.intermediate_size
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Stored parameters, without biases."""
+    ends = (1 if model.tied_embeddings else 2) * model.vocab_size * model.hidden_size
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    heads = 2 * model.num_layers * model.head_dim if model.qk_norm else 0
+    return ends + norms + heads + model.num_layers * weights_per_layer(model)
+
+
+def _product(case: Case, name: str, weights: int) -> Work:
+    return Work(
+        name=name, part="model", times=case.model.num_layers,
+        hbm_bytes=weights * case.itemsize, tensor_ops=2.0 * case.batch * weights,
+    )  # fmt: skip
+
+
+def projection(case: Case) -> Work:
+    """Queries, keys and values of the new token; part of select."""
+    return _product(case, "q, k, v", _projected(case.model))
+
+
+def feed_forward(case: Case) -> Work:
+    """What follows attention: its output projection, and the feed-forward network."""
+    return _product(case, "output, feed-forward", _the_rest(case.model))
+
+
+def logits(case: Case) -> Work:
+    """The last product of a step."""
     model, batch = case.model, case.batch
-    layer, head = weights_per_layer(model), model.vocab_size * model.hidden_size
-    return [
-        Work(
-            name="weights of a layer", part="model", times=model.num_layers,
-            hbm_bytes=layer * ITEM, tensor_ops=2.0 * batch * layer,
-        ),
-        Work(
-            name="logits", part="model", times=1,
-            hbm_bytes=head * ITEM + batch * model.vocab_size * 4, tensor_ops=2.0 * batch * head,
-        ),
-    ]  # fmt: skip
+    head = model.vocab_size * model.hidden_size
+    return Work(
+        name="logits", part="model", times=1,
+        hbm_bytes=head * case.itemsize + batch * model.vocab_size * 4,
+        tensor_ops=2.0 * batch * head,
+    )  # fmt: skip
 
 
 def scoring(case: Case) -> Work:
@@ -249,7 +233,7 @@ def attention(case: Case, tokens: int, name: str) -> Work:
     entries = case.rows * tokens * model.head_dim
     return Work(
         name=name, part="attend", times=model.num_layers,
-        hbm_bytes=2 * entries * ITEM,
+        hbm_bytes=2 * entries * case.itemsize,
         tensor_ops=4.0 * entries * (model.num_heads // model.num_kv_heads),
     )  # fmt: skip
 
@@ -289,7 +273,7 @@ def fetch(case: Case) -> Work:
 def prompt_block(case: Case, queries: int = 512) -> Work:
     """Attention of the last block of queries of one prompt."""
     model = case.model
-    keys = 2 * model.num_kv_heads * case.context * model.head_dim * ITEM
+    keys = 2 * model.num_kv_heads * case.context * model.head_dim * case.itemsize
     return Work(
         name=f"prompt attention, last {queries} queries", part="prefill", times=model.num_layers,
         hbm_bytes=keys, tensor_ops=4.0 * queries * model.num_heads * case.context * model.head_dim,
@@ -311,44 +295,15 @@ def kmeans_round(case: Case) -> Work:
 def decode_works(case: Case, method: Literal["kvdrive", "full"] = "kvdrive") -> list[Work]:
     """What one decode step must do, kernel by kernel."""
     if method == "full":
-        return [*_model_works(case), full_attention(case)]
+        return [projection(case), full_attention(case), feed_forward(case), logits(case)]
     return [
-        *_model_works(case),
+        projection(case),
         scoring(case),
         selection(case),
         directory(case),
         sparse_attention(case),
+        feed_forward(case),
+        logits(case),
         page_write(case),
         fetch(case),
     ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """The floor of a decode step on one GPU, in seconds.
-
-    compute: what goes through device memory, one after the other; fetch: what PCIe takes
-    meanwhile; total: the longer; parts: of compute.
-    """
-
-    compute: float
-    fetch: float
-    parts: dict[Part, float]
-
-    @property
-    def total(self) -> float:
-        """The longer of the two."""
-        return max(self.compute, self.fetch)
-
-    def share(self, *parts: Part) -> float:
-        """Of these parts in the total."""
-        return sum(self.parts.get(part, 0.0) for part in parts) / self.total
-
-
-def step_floor(works: Sequence[Work], gpu: Gpu) -> Step:
-    """The floor of a step that does all this."""
-    parts: dict[Part, float] = {}
-    for work in works:
-        parts[work.part] = parts.get(work.part, 0.0) + work.times * work.seconds(gpu)
-    fetching = parts.pop("fetch", 0.0)
-    return Step(compute=sum(parts.values()), fetch=fetching, parts=parts)

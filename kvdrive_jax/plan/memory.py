@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvdrive_jax.budgets import Budgets, resolve_budgets
+from kvdrive_jax.calibration import Calibrator
 from kvdrive_jax.checks import check_config, check_length, cluster_form, index_form
 from kvdrive_jax.config import KVDriveConfig, TierConfig, format_size
 from kvdrive_jax.index.rest import Retrieval
@@ -35,7 +36,7 @@ from kvdrive_jax.window.eviction import smooths
 from kvdrive_jax.window.history import history_bytes
 from kvdrive_jax.window.layout import WindowLayout
 from kvdrive_jax.window.profile import ProfileKey
-from kvdrive_jax.window.sizing import WindowShape, choose_layout
+from kvdrive_jax.window.sizing import MostMultiple, WindowShape, choose_layout
 
 WORKERS = 2
 
@@ -166,11 +167,13 @@ def plan_batch(
     budgets: Budgets | None = None,
     digest: str = "",
     stored: Stored | None = None,
+    most_window: MostMultiple | None = None,
 ) -> Plan:
     """The plan for one batch of prompts.
 
     dtype: of weights and KV; parameters: stored parameters; digest: of the model, to find its
-    profile by; stored: of its only session, where that was saved. Works without weights. Raises
+    profile by; stored: of its only session, where that was saved; most_window: says how large
+    windows pay. Works without weights. Raises
     ValueError for a budget above the context length, and as ``check_config`` does. A plan that does
     not fit is returned, see ``Plan.require``.
     """
@@ -217,7 +220,7 @@ def plan_batch(
             cluster_capacity=0,
             retrieval=None,
         )
-    return _plan_kvdrive(model, dtype, config, shape, budgets, base, digest)
+    return _plan_kvdrive(model, dtype, config, shape, budgets, base, digest, most_window)
 
 
 def plan_for(
@@ -229,6 +232,8 @@ def plan_for(
     context length.
     """
     known = describe_pretrained(model, config.dtype, context_length=config.context_length)
+    budgets = resolve_budgets(config.tiers)
+    calibrator = Calibrator(config, known.config, known.dtype, known.digest, budgets)
     context = check_config(config, known.config, known.dtype)
     for number, tokens in enumerate(prompt_tokens):
         check_length(number, tokens, max_new_tokens, context)
@@ -239,7 +244,9 @@ def plan_for(
         config,
         prompt_tokens,
         max_new_tokens,
+        budgets=budgets,
         digest=known.digest,
+        most_window=calibrator.most_window(len(prompt_tokens), max_new_tokens),
     )
 
 
@@ -251,6 +258,7 @@ def _plan_kvdrive(
     budgets: Budgets,
     base: list[Line],
     digest: str,
+    most_window: MostMultiple | None,
 ) -> Plan:
     retrieval, tiers = config.retrieval, config.tiers
     retrieves = Retrieval(index_form(config, model), retrieval.estimate, cluster_form(config))
@@ -313,7 +321,7 @@ def _plan_kvdrive(
         group_rule=retrieval.group_rule,
         eviction=config.window.eviction,
     )
-    layout, how = choose_layout(config.window, sizes, key, hbm, budgets.hbm)
+    layout, how = choose_layout(config.window, sizes, key, hbm, budgets.hbm, most_window)
     resident = layout is None
     lines = lines_for(layout)
     sessions: list[SessionPlan] = []
