@@ -30,7 +30,7 @@ MODEL = tiny_model(layers=2)
 TOKENIZER: Any = CharacterTokenizer()
 RAGGED = [random_prompt(n, seed=n) for n in (301, 133, 1)]
 SPARSE = RetrievalConfig(budget=64, flush_tokens=32)
-NOISY = SamplingConfig(temperature=1.0, top_k=20, top_p=0.9, seed=3)
+NOISY = SamplingConfig(temperature=1.0, top_k=40, top_p=0.95, seed=3)
 
 
 def generate(
