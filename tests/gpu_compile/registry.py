@@ -154,7 +154,7 @@ STAGES = (
     stage("select moments:4, likely", stages.select_likely, select_scratch, 40, 3,
           index="moments:4", targets=ONE),
     stage("compute", stages.compute, compute_scratch, 11, 2, others=True),
-    stage("burst of two layers", stages.burst, burst_scratch, 120, 10, targets=ONE),
+    stage("burst of two layers", stages.burst, burst_scratch, 120, 5, targets=ONE),
     stage("compute of micro-batches", stages.compute_parts, compute_scratch, 24, 2, targets=ONE),
     stage("write", stages.write, none, 1, 1),
     stage("write int4", stages.write_codes, fetched_bytes, 12, 1, targets=ONE),
