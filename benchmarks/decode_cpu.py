@@ -32,6 +32,7 @@ import numpy as np
 from benchmarks.common import RESULTS, environment, model_shape, table, write_result
 from benchmarks.compare_transformers import hf_folder
 from benchmarks.haystack import filler_tokens
+from benchmarks.llama_side import CHECK_STEPS, CHECK_TOKENS
 from benchmarks.worker import Local, Worker
 
 SIDES = ("kvdrive", "kvdrive int8", "transformers float32", "transformers bfloat16", "llama.cpp")
@@ -39,7 +40,6 @@ TOLERANCE = {"kvdrive": 1e-4, "kvdrive int8": 0.1}
 """Root mean square of what logits are off from transformers' in float32, as a share of the standard
 deviation of all logits."""
 
-CHECK_TOKENS, CHECK_STEPS = 200, 8
 LLAMA_CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 
 
@@ -154,8 +154,11 @@ class Decode:
             "peak_bytes": peak,
         }
 
-    def llama(self) -> dict[str, Any] | None:
-        """What llama.cpp takes at each context, or None where it is missing."""
+    def llama(self, check: dict[str, Any]) -> dict[str, Any] | None:
+        """What llama.cpp takes at each context, or None where it is missing.
+
+        RuntimeError where its answer begins with another token than ours.
+        """
         options = self.options
         if "llama.cpp" not in self.sides or options.llama_python is None:
             return None
@@ -173,6 +176,12 @@ class Decode:
         if run.returncode:
             raise RuntimeError(f"llama.cpp failed\n{run.stderr[-2000:]}")
         found = json.loads(run.stdout.splitlines()[-1])
+        for side, one in check.items():
+            pairs = zip(found["answer"], one["tokens"], strict=True)
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), CHECK_STEPS)
+            if not same:
+                raise RuntimeError(f"llama.cpp and {side} answer with different first tokens")
+            one["same_tokens_as_llama"] = same
         measured = {int(context): seconds for context, seconds in found["seconds"].items()}
         return {**found, "seconds": measured}
 
@@ -230,7 +239,7 @@ def run(options: argparse.Namespace, *, in_process: bool = False) -> dict[str, A
         check = decode.check()
         for side, one in check.items():
             print(f"{side}: off by {one['difference']:.1e} of the logits' spread")
-        llama = decode.llama()
+        llama = decode.llama(check)
         if llama is None:
             print("llama.cpp: missing; give --llama-python an interpreter that has it")
         else:

@@ -17,6 +17,7 @@ from importlib.metadata import version
 
 STEPS = 12
 PIECE = 512
+CHECK_TOKENS, CHECK_STEPS = 200, 8
 
 
 def main() -> None:
@@ -39,11 +40,12 @@ def main() -> None:
     )
 
     def best() -> int:
-        return int(np.argmax(model._scores[-1]))
+        logits = model._ctx.get_logits_ith(-1)
+        return int(np.ctypeslib.as_array(logits, shape=(model.n_vocab(),)).argmax())
 
-    model.eval(text[: min(200, wanted[0])])
+    model.eval(text[:CHECK_TOKENS])
     answer = [best()]
-    for _ in range(7):
+    for _ in range(CHECK_STEPS - 1):
         model.eval(answer[-1:])
         answer.append(best())
     model.reset()
