@@ -8,6 +8,7 @@ selected.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ from kvdrive_jax.telemetry import host_memory_bytes
 from kvdrive_jax.tiers.link import Link, Links
 
 Array = np.ndarray[Any, Any]
-ARRANGEMENTS = (Arrangement(6), Arrangement(3, 2), Arrangement(2, 3), Arrangement(1, 6))
-BATCH = 6
+PROBED_ROWS = {6: (Arrangement(6), Arrangement(3, 2)), 2: (Arrangement(2), Arrangement(1, 2))}
+"""Batches, and how they are cut: stages of 6, 3, 2 and 1 sessions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,37 +167,40 @@ def probe(
     gathers: list[tuple[float, float]] = []
     handing: list[float] = []
     lists: list[float] = []
-    for size in sizes:
-        stack = Stack(shape, layers, [size.context] * BATCH, steps=steps, model=model)
+    for size, batch in itertools.product(sizes, PROBED_ROWS):
+        stack = Stack(shape, layers, [size.context] * batch, steps=steps, model=model)
         model = stack.weights
-        links = Links(dram_to_hbm=Link(FREE))
-        with stack.open(configuration(size, BATCH), links) as session:
+        config = configuration(size, batch)
+        planned = stack.plan(config).shape
+        with stack.open(config, Links(dram_to_hbm=Link(FREE))) as session:
             session.run()
-            plan = stack.plan(configuration(size, BATCH))
-            chunks, selected = plan.shape.chunk_capacity, plan.shape.selected
-            for arrangement in ARRANGEMENTS:
+            for arrangement in PROBED_ROWS[batch]:
                 run = _arranged(session, arrangement)
                 rows = arrangement.micro_batch
-                begin, end = _ends(run)
-                for name, value in (
-                    ("select", _calls(run, "select")),
-                    ("compute", _calls(run, "compute")),
-                ):
-                    found[name].append(
-                        Point(rows=rows, chunks=chunks, selected=selected, seconds=value)
-                    )
-                if arrangement == ARRANGEMENTS[0]:
-                    for name, value in (("begin", begin), ("end", end)):
-                        found[name].append(
-                            Point(rows=BATCH, chunks=chunks, selected=selected, seconds=value)
-                        )
+                taken = {"select": _calls(run, "select"), "compute": _calls(run, "compute")}
+                if rows == batch:
+                    taken["begin"], taken["end"] = _ends(run)
                     lists.append(_between(run))
-                for step in run.spans:
-                    for span in step.spans:
-                        if span.lane == "host gather":
-                            gathers.append((span.nbytes, span.end - span.start))
-                        if span.lane == "engine" and span.name.startswith("dispatch"):
-                            handing.append(span.end - span.start)
+                for name, value in taken.items():
+                    found[name].append(
+                        Point(
+                            rows=rows,
+                            chunks=planned.chunk_capacity,
+                            selected=planned.selected,
+                            seconds=value,
+                        )
+                    )
+                spans = [span for step in run.spans for span in step.spans]
+                gathers += [
+                    (span.nbytes, span.end - span.start)
+                    for span in spans
+                    if span.lane == "host gather"
+                ]
+                handing += [
+                    span.end - span.start
+                    for span in spans
+                    if span.lane == "engine" and span.name.startswith("dispatch")
+                ]
     nbytes, took = (np.array(column) for column in zip(*gathers, strict=True))
     per_byte, fixed = np.polyfit(nbytes, took, 1)
     dispatch = _median(handing)

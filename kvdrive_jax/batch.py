@@ -294,7 +294,7 @@ class _Batch:
         eos = int32(padded_eos(self.sessions[0].eos_token_ids))
         yield self._draw(numbers, sampling)
         pace = Pace()
-        bursts = max(session.left for session in self.sessions) >= BURST_FROM
+        bursts = self.plan.shape.max_new_tokens >= BURST_FROM
         while self.rows.active.any():
             start = time.perf_counter()
             sessions = self.sessions

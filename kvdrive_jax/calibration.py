@@ -8,6 +8,7 @@ would be.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import platform
 import sys
@@ -23,6 +24,7 @@ from kvdrive_jax.budgets import Budgets
 from kvdrive_jax.config import KVDriveConfig
 from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.pipeline.calibrate import (
+    CALIBRATION_S,
     HIT_RATES,
     Search,
     WindowChoice,
@@ -99,6 +101,8 @@ class Calibrator:
         self._digest, self._budgets, self._quiet = digest, budgets, quiet
         self._links = links or Links()
         self._store = _open(config)
+        self.spent_s = 0.0
+        """Seconds that measuring windows took."""
 
     # Windows
 
@@ -150,6 +154,7 @@ class Calibrator:
         # A link of its own: what it carries here is not in the way of anything else.
         link = None if link is None else Link(link.bytes_per_s, link.latency_s)
         held: list[Any] = []
+        start = time.perf_counter()
         try:
             if ledger is not None:
                 for tier, nbytes in (("hbm", case.hbm_bytes(largest)), ("dram", case.dram_bytes)):
@@ -159,6 +164,7 @@ class Calibrator:
         except BudgetError:
             return None
         finally:
+            self.spent_s += time.perf_counter() - start
             for tier in held:
                 assert ledger is not None
                 ledger.release(tier, ACCOUNT)
@@ -219,7 +225,7 @@ class Calibrator:
     # Keys
 
     def _plan_key(self, plan: Plan) -> CalibrationKey:
-        window = f"x{plan.window:.4g}, at most {plan.window_slots} slots"
+        window = f"x{_about(plan.window):.3g}"
         shape = plan.shape
         return self._key(shape.batch, shape.chunk_capacity, shape.selected, window)
 
@@ -239,9 +245,10 @@ class Calibrator:
             f"{retrieval.scan_one_in}, chunks of {retrieval.chunk_size}",
             window=f"{window}, {config.window.eviction}, attends {config.window.attend}",
             pages=f"{tiers.fetch}, {tiers.dram_dtype}, {tiers.ssd_precision}, {tiers.sync}, "
-            + (f"{self._budgets.dram} bytes of DRAM, then SSD" if cached else "DRAM"),
+            + (f"about {_about(self._budgets.dram):.3g} bytes of DRAM" if cached else "no SSD"),
             links=f"{_link(self._links.dram_to_hbm)}, {_link(self._links.ssd_to_dram)}",
-            schedule=f"{pipeline.schedule}, {pipeline.miss_list}",
+            schedule=f"{pipeline.schedule}, {pipeline.miss_list}, micro-batch "
+            f"{pipeline.micro_batch}, cohorts {pipeline.cohorts}",
         )
 
 
@@ -254,7 +261,6 @@ class BatchCalibration:
     def __init__(self, calibrator: Calibrator, method: BatchMethod, plan: Plan) -> None:
         self._calibrator, self._method, self._plan = calibrator, method, plan
         self._search: Search | None = None
-        self._began = time.perf_counter()
         self._started = self._change_s = 0.0
         self._running: Arrangement | None = None
         self._active = -1
@@ -268,7 +274,8 @@ class BatchCalibration:
         elif plan.shape.max_new_tokens >= FEWEST_STEPS:
             self._search = Search(
                 candidates=tuple(candidates),
-                start=method.arrangement,
+                start=method.arrangement if method.arrangement in candidates else candidates[0],
+                limit_s=max(1.0, CALIBRATION_S - calibrator.spent_s),
                 # The last steps are not worth a search that ends with them.
                 most_steps=plan.shape.max_new_tokens * 3 // 4,
             )
@@ -284,7 +291,7 @@ class BatchCalibration:
             return
         wanted = self._search.next()
         if wanted is None:
-            self._end(self._search)
+            self._end(self._search, keep=True)
             return
         start = time.perf_counter()
         if wanted != self._method.arrangement:
@@ -301,12 +308,12 @@ class BatchCalibration:
         if self._search is None or used is None:
             return
         if self._active not in (-1, active):
-            self._end(self._search)
+            self._end(self._search, keep=False)
             return
         self._active = active
         self._search = self._search.note(used, seconds, self._change_s)
 
-    def _end(self, search: Search) -> None:
+    def _end(self, search: Search, *, keep: bool) -> None:
         self._search = None
         best = search.best
         if best != self._method.arrangement:
@@ -317,8 +324,9 @@ class BatchCalibration:
             chosen=_timed(search, best),
             others=tuple(_timed(search, used) for used in search.tried if used != best),
         )
-        self._calibrator.keep(self._plan, result)
-        spent = time.perf_counter() - self._began
+        if keep:
+            self._calibrator.keep(self._plan, result)
+        spent = search.spent_s + self._calibrator.spent_s
         self._calibrator.tell(self._line(result, f"calibrated in {spent:.1f} s"))
 
     def _line(self, result: ArrangementResult, how: str) -> str:
@@ -337,6 +345,12 @@ class BatchCalibration:
 
 def _timed(search: Search, used: Arrangement) -> Timed:
     return Timed(micro_batch=used.micro_batch, cohorts=used.cohorts, step_s=search.value(used))
+
+
+def _about(value: float) -> float:
+    """One for all values within a fifth or so: what is found out from free memory differs from run
+    to run, and what is calibrated hardly depends on it."""
+    return 2 ** (round(2 * math.log2(value)) / 2) if value > 0 else 0.0
 
 
 def _link(link: Link | None) -> str:

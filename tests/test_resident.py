@@ -34,11 +34,15 @@ NOISY = SamplingConfig(temperature=1.0, top_k=20, top_p=0.9, seed=3)
 
 
 def generate(
-    new_tokens: int = 100, *, model: Model = MODEL, **options: Any
+    new_tokens: int = 100,
+    *,
+    prompts: Sequence[Sequence[int]] = RAGGED,
+    model: Model = MODEL,
+    **options: Any,
 ) -> tuple[list[Generation], dict[str, Any]]:
     """Generations without what differs between two runs, and the statistics."""
     with Engine(model, TOKENIZER, KVDriveConfig(retrieval=SPARSE)) as engine:
-        events = engine.stream_ids(RAGGED, max_new_tokens=new_tokens, **options)
+        events = engine.stream_ids(prompts, max_new_tokens=new_tokens, **options)
         ended = [event.generation for event in events if event.generation is not None]
         stats = engine.stats()
     for generation in ended:
@@ -136,19 +140,21 @@ def poisoned(token: int) -> Model:
 
 
 def test_logits_that_are_not_finite_end_a_session_and_no_other() -> None:
-    plain, _ = generate(ignore_eos=True)
-    # A token that only one session draws, in the middle of a burst.
-    sets = [set(generation.token_ids) for generation in plain]
+    few = [[1 + token % 9 for token in prompt] for prompt in RAGGED]
+    plain, _ = generate(prompts=few, ignore_eos=True)
+    drawn = [generation.token_ids for generation in plain]
+    # A token that only one session goes through, some time after its prompt.
     token = next(
-        one
-        for one in plain[0].token_ids[20:]
-        if one not in sets[1] | sets[2] and not any(one in prompt for prompt in RAGGED)
+        token
+        for row, tokens in enumerate(drawn)
+        for token in tokens
+        if token > 9 and all(token not in other for other in drawn[:row] + drawn[row + 1 :])
     )
     model = poisoned(token)
     with single_steps():
-        expected, _ = generate(model=model, ignore_eos=True)
+        expected, _ = generate(prompts=few, model=model, ignore_eos=True)
     with bursts():
-        got, _ = generate(model=model, ignore_eos=True)
+        got, _ = generate(prompts=few, model=model, ignore_eos=True)
     assert got == expected
     assert [generation.finish_reason for generation in got].count("error") == 1
 

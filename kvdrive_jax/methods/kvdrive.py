@@ -11,31 +11,19 @@ calls JAX; the page store's workers see NumPy views.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvdrive_jax.config import Precision
 from kvdrive_jax.methods.base import BatchMethod, BatchRows, Drawn, Draws, Tools, int32
 from kvdrive_jax.methods.kvdrive_burst import draw_burst
 from kvdrive_jax.methods.kvdrive_decode import TieredStages
-from kvdrive_jax.methods.kvdrive_saved import Kept, from_arrays, to_arrays
+from kvdrive_jax.methods.kvdrive_intake import Intake
 from kvdrive_jax.methods.kvdrive_state import BatchState, make_steps
 from kvdrive_jax.methods.kvdrive_tiers import BatchTiers, page_geometry
 from kvdrive_jax.pipeline.direct import committed
-from kvdrive_jax.pipeline.indexing import (
-    PromptParts,
-    add_importance,
-    as_pages,
-    insert_index,
-    insert_resident,
-    insert_state,
-    take_apart,
-    warm_window,
-)
 from kvdrive_jax.pipeline.miss_lists import Bell
 from kvdrive_jax.pipeline.parts import Arrangement, candidates, cut
 from kvdrive_jax.pipeline.prefill import PromptLayer
@@ -78,14 +66,9 @@ class KVDrive(BatchMethod):
             pages="model" if plan.resident else tools.config.tiers.dram_dtype,
             speculative=not plan.resident and tools.config.pipeline.schedule == "speculative",
         )
-        self._warm_up = tools.config.tiers.warm_up
-        self._importance: dict[int, jax.Array] = {}
-        self._kept: dict[tuple[int, int], Kept] = {}
         self._flushes = [0] * shape.batch
-        self._on_ssd = not plan.resident and tools.config.tiers.ssd_dir is not None
         self._n_chunks = np.zeros(shape.batch, np.int64)
         self._tiers: BatchTiers | None = None
-        self._pending: list[tuple[int, int, PromptParts]] = []
         self._reserved: list[str] = []
         self._rope: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = {}
         self._stages: TieredStages | None = None
@@ -106,6 +89,7 @@ class KVDrive(BatchMethod):
             self.arrangement = self._first_arrangement()
             cohorts = cut(shape.batch, self.arrangement)
             self._state = BatchState(tools, plan, cohorts)
+            self._intake = Intake(tools, plan, self._spec, self._state, self._tiers, self._n_chunks)
             if self._tiers is not None:
                 self._tiers.arrange(cohorts)
                 if self._tiers.direct:
@@ -162,98 +146,19 @@ class KVDrive(BatchMethod):
         self._stages.arrange()
         self.arrangement = arrangement
 
-    # Prefill
+    # Sessions come in, and go to disk
 
     def absorb(self, row: int, layer: int, prompt: PromptLayer) -> None:
-        shape = self.plan.shape
-        n_chunks = shape.prompt_chunks[row]
-        self._n_chunks[row] = n_chunks
-        count = int32(n_chunks)
-        parts = take_apart(
-            self._spec,
-            prompt,
-            int32(int(self.rows.length[row])),
-            count,
-            grouped=self._on_ssd,
-            near_capacity=shape.near_capacity,
-            chunk_capacity=shape.chunk_capacity,
-        )
-        self._insert(row, layer, parts.near)
-        place = self._state.places[row]
-        index = self._state.index[place.part]
-        index[layer] = insert_index(self._spec, index[layer], int32(place.part_row), parts.piece)
-        if self.tools.saves:
-            groups = None if parts.groups is None else np.asarray(parts.groups)
-            self._kept[row, layer] = Kept(np.asarray(parts.importance), groups)
-        if self.plan.resident:
-            if self._recorder is not None:
-                self._recorder.prompt(row, layer, parts.importance, count)
-            self._fill(row, layer, parts.pages)
-        else:
-            ranked = self._warm(row, layer, parts.pages, parts.importance)
-            self._pending.append((row, layer, parts._replace(importance=ranked)))
-        jax.block_until_ready((parts, self._state.windows, index[layer]))
-
-    def _insert(self, row: int, layer: int, near: Near) -> None:
-        """A session's near tokens into those of its cohort."""
-        place = self._state.places[row]
-        state = self._state.near[place.cohort]
-        state[layer] = insert_state(state[layer], int32(place.row), near)
-
-    def _fill(self, row: int, layer: int, pages: jax.Array | np.ndarray[Any, Any]) -> None:
-        """All pages of a session's layer into the window that holds every chunk."""
-        windows = self._state.windows
-        windows[0] = insert_resident(windows[0], int32(row), int32(layer), pages)
-
-    def _warm(self, row: int, layer: int, pages: jax.Array, importance: jax.Array) -> jax.Array:
-        """Fill a session's windows of one layer; the importance [K, N] that was gone by."""
-        count = int32(0 if self._warm_up == "none" else int(self._n_chunks[row]))
-        if self._warm_up == "aggregated":
-            total = self._importance.get(row, jnp.zeros(importance.shape[-1], jnp.float32))
-            self._importance[row], importance = add_importance(total, importance)
-        if self._recorder is not None:
-            self._recorder.prompt(row, layer, importance, count)
-        state, place = self._state, self._state.places[row]
-        directory = state.directory[place.part]
-        state.windows[place.cohort], directory[layer] = warm_window(
-            state.windows[place.cohort],
-            directory[layer],
-            int32(place.row),
-            int32(place.part_row),
-            pages,
-            importance,
-            count,
-        )
-        return importance
+        self._intake.absorb(row, layer, prompt, int(self.rows.length[row]))
 
     def settle(self) -> None:
-        for row, layer, parts in self._pending:
-            assert self._tiers is not None
-            self._tiers.offload(
-                row,
-                layer,
-                np.asarray(parts.stored),
-                int(self._n_chunks[row]),
-                None if parts.groups is None else np.asarray(parts.groups),
-                np.asarray(parts.importance),
-                self._warmed(layer),
-            )
-        self._pending = []
+        self._intake.settle()
 
     def finish_prefill(self) -> None:
-        self.settle()
+        self._intake.settle()
         if self._tiers is not None:
             self._tiers.wait()
             self._state.windows = self._tiers.compile(self._state.windows)
-
-    def _warmed(self, layer: int) -> list[int]:
-        """[K] how many of a prompt's most important chunks the windows of a layer start with."""
-        layout = self.plan.layout
-        assert layout is not None
-        held: list[int] = np.where(layout.keeps[layer], layout.capacity[layer], 0).tolist()
-        return held
-
-    # Sessions on disk
 
     @property
     def saved_precision(self) -> Precision:
@@ -263,54 +168,11 @@ class KVDrive(BatchMethod):
         return int(self._n_chunks[row]), self._flushes[row]
 
     def save(self, row: int, layer: int) -> Arrays:
-        n, kv_heads = int(self._n_chunks[row]), self.tools.model.config.num_kv_heads
-        state, place = self._state, self._state.places[row]
-        window = None
-        if self.plan.resident:
-            size = kv_heads * self.plan.shape.chunk_capacity
-            rows = np.asarray(state.windows[0][row, layer * size : (layer + 1) * size])
-            pages = rows.reshape(kv_heads, -1, *rows.shape[1:])[:, :n]
-        else:
-            assert self._tiers is not None
-            pages = self._tiers.pages(row, layer, n)
-            window = np.asarray(state.directory[place.part][layer].chunk_of_slot[place.part_row])
-        near = jax.tree.map(lambda array: array[place.row], state.near[place.cohort][layer])
-        index = jax.tree.map(lambda array: array[place.part_row], state.index[place.part][layer])
-        return to_arrays(near, index, pages, self._kept[row, layer], window)
+        return self._intake.save(row, layer)
 
     def restore(self, row: int, layer: int, saved: SavedSession) -> None:
-        geometry = page_geometry(self.tools)
-        if self.plan.resident:
-            geometry = replace(geometry, dram="model", ssd="model")
-        made = from_arrays(
-            saved.layer(layer, geometry.format(geometry.dram)),
-            self._state.index[self._state.places[row].part][layer],
-            dram_shape=geometry.dram_shape,
-            dram_dtype=geometry.dram_dtype,
-            chunk_capacity=self.plan.shape.chunk_capacity,
-        )
-        self._n_chunks[row], self._flushes[row] = saved.chunks, saved.flushes
-        place = self._state.places[row]
-        self._insert(row, layer, made.near)
-        index = self._state.index[place.part]
-        index[layer] = insert_state(index[layer], int32(place.part_row), made.ranking)
-        if self.tools.saves:
-            self._kept[row, layer] = made.kept
-        if self.plan.resident:
-            self._fill(row, layer, made.stored)
-            return
-        pages = as_pages(made.stored, geometry.dram, geometry.page_shape, geometry.dtype)
-        importance = self._warm(row, layer, pages, jnp.asarray(made.kept.importance))
-        assert self._tiers is not None
-        self._tiers.offload(
-            row,
-            layer,
-            made.stored,
-            saved.chunks,
-            made.kept.groups,
-            np.asarray(importance),
-            self._warmed(layer),
-        )
+        self._flushes[row] = saved.flushes
+        self._intake.restore(row, layer, saved)
 
     # Decode
 
@@ -473,21 +335,22 @@ class KVDrive(BatchMethod):
     # The end
 
     def retire(self, row: int) -> None:
-        self._pending = [item for item in self._pending if item[0] != row]
+        self._intake.forget(row)
         if self._tiers is not None:
             self._tiers.retire(row)
 
     def close(self) -> None:
         if self._recorder is not None:
             self._recorder.end()
-        self._pending = []
         if self._tiers is not None:
             self._tiers.close()
             self._tiers = None
         if self._stages is not None:
             self._stages.close()
             self._stages = None
-        self.__dict__.pop("_state", None)
+        # What it holds on the device is given back; not all is there if the start failed.
+        for name in ("_intake", "_state"):
+            self.__dict__.pop(name, None)
         for name in self._reserved:
             self.tools.ledger.release("hbm", name)
         self._reserved = []
