@@ -107,9 +107,9 @@ class Session:
 
     def __init__(self, stack: Stack, config: KVDriveConfig, links: Links) -> None:
         start = time.perf_counter()
-        self._stack, self._plan = stack, stack.plan(config)
+        self._stack, self.plan = stack, stack.plan(config)
         self.contexts = stack.contexts
-        plan = self._plan
+        plan = self.plan
         plan.require()
         self._timeline = KeptTimeline()
         self._tools = Tools(
@@ -185,7 +185,7 @@ class Session:
             selected=[a - b for a, b in zip(after[1], before[1], strict=True)],
             missed=[a - b for a, b in zip(after[2], before[2], strict=True)],
             setup_s=self.setup_s,
-            plan=self._plan,
+            plan=self.plan,
             spans=self._timeline.steps[warm_up:],
         )
 
