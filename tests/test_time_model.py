@@ -22,7 +22,7 @@ from kvdrive_jax.plan.hardware import HARDWARE, Hardware, hardware, sustained
 from kvdrive_jax.plan.predict import best, compare, default_budgets, plan_case, predict
 from kvdrive_jax.plan.simulate import Cohort, MicroBatch, StepTimes, simulate
 from kvdrive_jax.plan.work import Case, full_attention, parameter_count
-from kvdrive_jax.window.hits import MEASURED, dram_hit_rate
+from kvdrive_jax.window.hits import MEASURED, HitRates, dram_hit_rate
 from kvdrive_jax.window.profile import Profile, ProfiledText, ProfileKey
 
 PART = MicroBatch(select=2.0, miss_list=0.5, gather=1.0, transfer=3.25, write=0.5)  # fetch: 4.25
