@@ -44,7 +44,7 @@ class Size:
     window: float = 2.0
 
 
-PROBED = (Size(context=5000), Size(context=14000), Size(context=5000, budget=1 / 20))
+PROBED = (Size(context=4000), Size(context=10000), Size(context=4000, budget=1 / 16))
 
 
 def configuration(size: Size, batch: int, **pipeline: Any) -> KVDriveConfig:

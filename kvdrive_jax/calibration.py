@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,7 +26,6 @@ from kvdrive_jax.config import KVDriveConfig
 from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.pipeline.calibrate import (
     CALIBRATION_S,
-    HIT_RATES,
     Search,
     WindowChoice,
     WindowCosts,
@@ -39,10 +39,11 @@ from kvdrive_jax.pipeline.calibrate_store import (
     CalibrationStore,
     Timed,
 )
-from kvdrive_jax.pipeline.parts import Arrangement
+from kvdrive_jax.pipeline.parts import Arrangement, cut
 from kvdrive_jax.telemetry import BudgetError, Ledger
 from kvdrive_jax.tiers.link import Link, Links
 from kvdrive_jax.tiers.pages import PageGeometry
+from kvdrive_jax.window.hits import MEASURED, HitRates
 from kvdrive_jax.window.profile import Profile
 from kvdrive_jax.window.sizing import MostMultiple, WindowShape
 
@@ -145,7 +146,8 @@ class Calibrator:
                 self._store.put(key, costs)
         if not isinstance(costs, WindowCosts):
             return None
-        return best_window(costs, case.pages, largest, hit_rates(profile))
+        hits = MEASURED if profile is None else HitRates.of_profile(profile)
+        return best_window(costs, hits, shape.selected / shape.chunk_capacity, case.pages, largest)
 
     def _measure(
         self, case: WindowCase, largest: float, ledger: Ledger | None
@@ -264,7 +266,7 @@ class BatchCalibration:
         self._started = self._change_s = 0.0
         self._running: Arrangement | None = None
         self._active = -1
-        candidates = method.arrangements()
+        candidates = alike(plan.shape.batch, method.arrangement, method.arrangements())
         if calibrator.off or len(candidates) < 2:
             return
         known = calibrator.known(plan)
@@ -274,7 +276,7 @@ class BatchCalibration:
         elif plan.shape.max_new_tokens >= FEWEST_STEPS:
             self._search = Search(
                 candidates=tuple(candidates),
-                start=method.arrangement if method.arrangement in candidates else candidates[0],
+                start=method.arrangement,
                 limit_s=max(1.0, CALIBRATION_S - calibrator.spent_s),
                 # The last steps are not worth a search that ends with them.
                 most_steps=plan.shape.max_new_tokens * 3 // 4,
@@ -296,6 +298,8 @@ class BatchCalibration:
         start = time.perf_counter()
         if wanted != self._method.arrangement:
             self._method.arrange(wanted)
+            timeline = self._method.tools.timeline
+            timeline.span("engine", "calibrate", start, time.perf_counter())
         self._started = time.perf_counter()
         self._change_s = self._started - start
         self._running = wanted
@@ -343,6 +347,22 @@ class BatchCalibration:
         return f"{how}: " + "; ".join([*parts, window, *([clusters] if clusters else [])])
 
 
+def alike(batch: int, now: Arrangement, every: Sequence[Arrangement]) -> list[Arrangement]:
+    """Those of ``every`` in which the same sessions as now are alone in their micro-batch, and in
+    their cohort. Matrix products with one row round differently than those with more, and no token
+    may depend on what was measured."""
+
+    def alone(one: Arrangement) -> list[tuple[bool, bool]]:
+        return [
+            (part.last - part.first == 1, cohort.size == 1)
+            for cohort in cut(batch, one)
+            for part in cohort.micro_batches
+            for _ in range(part.first, part.last)
+        ]
+
+    return [one for one in every if alone(one) == alone(now)]
+
+
 def _timed(search: Search, used: Arrangement) -> Timed:
     return Timed(micro_batch=used.micro_batch, cohorts=used.cohorts, step_s=search.value(used))
 
@@ -355,11 +375,3 @@ def _about(value: float) -> float:
 
 def _link(link: Link | None) -> str:
     return "as it is" if link is None else f"{link.bytes_per_s:g} B/s + {link.latency_s:g} s"
-
-
-def hit_rates(profile: Profile | None) -> tuple[tuple[float, float], ...]:
-    """(multiple, mean hit rate) of a model's profile, or of ours."""
-    if profile is None:
-        return HIT_RATES
-    rates = profile.hits.mean(axis=(0, 1)) / profile.selected
-    return tuple(zip(profile.multiples, rates.tolist(), strict=True))
