@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.common import RESULTS
 from benchmarks.time_probe import Line, Point
 from kvdrive_jax.budgets import Budgets
 from kvdrive_jax.models.presets import LLAMA_3_8B_GRADIENT_1048K
@@ -297,6 +299,10 @@ def test_measured_hits_rise_with_window_and_budget() -> None:
         assert rates[0] == 0
         assert 0.6 < rates[1] < rates[-1] < 1
     assert MEASURED.rate(1 / 64, 2) < MEASURED.rate(1 / 32, 2) < MEASURED.rate(1 / 16, 2)
+    made = json.loads((RESULTS / "time_hits.json").read_text())
+    assert made["windows"] == list(MEASURED.multiples[1:])
+    for row, mean in zip(MEASURED.rates, made["mean"], strict=True):
+        assert row[1:] == pytest.approx(mean["hit_rates"], abs=1e-3)
     assert [dram_hit_rate(share) for share in (0, 0.125, 0.25, 1)] == [0, 0.35, 0.7, 1]
 
 
