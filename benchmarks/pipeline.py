@@ -13,7 +13,8 @@
 KV has the statistics of real heads (`stack_kv.py`: texts are read by the bundled model when first
 needed, several minutes for all). Links are as slow against this machine's memory as PCIe 4.0 x16
 and NVMe are against an A100's, so that ratios mean something. Every figure first checks that all
-arrangements compute the same, bit for bit, and that bytes moved. Writes JSON, and a PNG.
+arrangements compute the same (bit for bit where as many sessions compute together, else to within
+rounding) and that bytes moved. Writes JSON, and a PNG.
 """
 
 from __future__ import annotations

@@ -153,5 +153,5 @@ def overhead(options: argparse.Namespace, machine: Machine) -> tuple[Figures, Sh
                               "dispatch compute", "step")),
                      f"{run.bytes['dram_to_hbm'] / len(run.step_s) / MIB:.2f}"]
                 )  # fmt: skip
-    same_outputs(runs)
+    same_outputs(runs, stack.weights.dtype.name)
     return {**about(options, stack), "context": context, "batch": batch, "rows": rows}, shown

@@ -48,33 +48,35 @@ def fig4(options: argparse.Namespace, machine: Machine) -> tuple[Figures, Shown]
     rows, shown = [], [["context, batch, selection", "select ms", "fetch ms", "compute ms",
                         "select + fetch", "hits"]]  # fmt: skip
     like: Stack | None = None
-    for context in options.context or [60_000, 122_880]:
-        for batch in options.batch or [4, 8]:
-            like, fits = stack_for(options, like, context, batch)
-            if not fits:
-                continue
-            stack = like
-            for name, rule in RULES.items():
-                config = configure(options, batch, window=1.0, **rule)
-                with opened(stack, config, machine.links()) as session:
-                    runs = arranged(session, few(batch)[:2])
-                run = runs["sequential"]
-                split = _split(run)
-                wall = sum(split.values())
-                rows.append(
-                    {
-                        "context": context,
-                        "batch": batch,
-                        "selection": name,
-                        **rule,
-                        "split_ms": {stage: 1e3 * value for stage, value in split.items()},
-                        **row_of(run),
-                    }
-                )
-                shown.append(
-                    [f"{context:,} x {batch}, {name}", *(ms(value) for value in split.values()),
-                     f"{100 * (1 - split['compute'] / wall):.0f} %", f"{100 * run.hit_rate:.0f} %"]
-                )  # fmt: skip
+    cases = [(60_000, 4), (60_000, 8), (122_880, 4)]
+    if options.context or options.batch:
+        cases = [(c, b) for c in options.context or [60_000] for b in options.batch or [4]]
+    for context, batch in cases:
+        like, fits = stack_for(options, like, context, batch)
+        if not fits:
+            continue
+        stack = like
+        for name, rule in RULES.items():
+            config = configure(options, batch, window=1.0, **rule)
+            with opened(stack, config, machine.links()) as session:
+                runs = arranged(session, few(batch)[:2])
+            run = runs["sequential"]
+            split = _split(run)
+            wall = sum(split.values())
+            rows.append(
+                {
+                    "context": context,
+                    "batch": batch,
+                    "selection": name,
+                    **rule,
+                    "split_ms": {stage: 1e3 * value for stage, value in split.items()},
+                    **row_of(run),
+                }
+            )
+            shown.append(
+                [f"{context:,} x {batch}, {name}", *(ms(value) for value in split.values()),
+                 f"{100 * (1 - split['compute'] / wall):.0f} %", f"{100 * run.hit_rate:.0f} %"]
+            )  # fmt: skip
     assert like is not None
     return {**about(options, like), "window": 1.0, "rows": rows}, shown
 

@@ -42,6 +42,7 @@ from kvdrive_jax.telemetry import Ledger, RowCounts, StageClock, Traffic
 from kvdrive_jax.tiers.link import Links
 
 Array = np.ndarray[Any, Any]
+POSITIONS = 1 << 20
 WARM_UP = 2
 """Steps of a run that are not timed."""
 
@@ -64,7 +65,7 @@ class Stack:
         model: Model | None = None,
     ) -> None:
         self.contexts, self.steps = tuple(contexts), steps
-        self.weights = model or stack_model(shape, layers, dtype, max(contexts) + steps + 8)
+        self.weights = model or stack_model(shape, layers, dtype, POSITIONS)
         self.source = make_kv(kv, head_shape(self.weights), contexts, steps)
         self.model = with_recorded(self.weights, self.source)
 
@@ -109,6 +110,7 @@ class Session:
         start = time.perf_counter()
         self._stack, self.plan = stack, stack.plan(config)
         self.contexts = stack.contexts
+        self.dtype = stack.weights.dtype.name
         plan = self.plan
         plan.require()
         self._timeline = KeptTimeline()
@@ -150,6 +152,9 @@ class Session:
         assert isinstance(self.method, KVDrive)
         self.method.arrange(Arrangement(micro_batch, cohorts))
 
+    def _cohorts(self) -> int:
+        return self.method.arrangement.cohorts if isinstance(self.method, KVDrive) else 1
+
     def run(self, steps: int | None = None, *, warm_up: int = WARM_UP) -> StackRun:
         """Steps from the end of the prompts on.
 
@@ -158,7 +163,7 @@ class Session:
         """
         rows, batch = self._rows, len(self._rows.active)
         rows.length[:] = self._stack.contexts
-        self._timeline.steps = []
+        self._timeline.done = []
         times: list[float] = []
         outputs: list[Array] = []
         tokens = [int32((np.arange(batch) * 7 + step) % VOCABULARY) for step in range(VOCABULARY)]
@@ -168,9 +173,9 @@ class Session:
                 before = self._counters()
             start = time.perf_counter()
             logits = self.method.step(tokens[step % VOCABULARY])
+            self.method.after_step()
             outputs.append(np.asarray(logits, np.float32))
             end = time.perf_counter()
-            self.method.after_step()
             times.append(end - start)
             self._timeline.end_step(start, end)
             rows.length += 1
@@ -185,8 +190,9 @@ class Session:
             selected=[a - b for a, b in zip(after[1], before[1], strict=True)],
             missed=[a - b for a, b in zip(after[2], before[2], strict=True)],
             setup_s=self.setup_s,
+            computed=-(-batch // self._cohorts()),
             plan=self.plan,
-            spans=self._timeline.steps[warm_up:],
+            spans=self._timeline.done[warm_up:],
         )
 
     def _counters(self) -> tuple[dict[str, int], list[int], list[int]]:

@@ -282,6 +282,11 @@ class BatchCalibration:
                 most_steps=plan.shape.max_new_tokens * 3 // 4,
             )
 
+    @property
+    def under_way(self) -> bool:
+        """Whether arrangements are still tried."""
+        return self._search is not None
+
     def before_step(self) -> None:
         """Arrange the batch for the next step."""
         if self._search is None:

@@ -73,7 +73,7 @@ def counted_by_tick(steps: list[tuple[int, int]], spans: list[list[Span]]) -> di
 @given(st.lists(STEP, min_size=1, max_size=3))
 def test_busy_and_stalls_add_up_to_the_wall_time(drawn: list[Any]) -> None:
     steps, spans = laid_out(drawn)
-    timeline = Timeline(skip=0)
+    timeline = Timeline()
     record(timeline, steps, spans)
     sums = timeline.sums()
     assert timeline.totals()["steps"] == len(steps)
@@ -106,7 +106,7 @@ def test_spans_of_one_thread_never_overlap_in_the_trace(drawn: list[Any]) -> Non
     assert set(by_thread) <= set(named)
 
 
-def a_step(timeline: Timeline, at: float) -> None:
+def a_step(timeline: Timeline, at: float, *, warm_up: bool = False) -> None:
     """10 s: select 2, write 1, compute 3; stalls: SSD 1, transfer 1, gather 1, engine 1."""
     timeline.span("device", "select", at, at + 2, layer=0, micro_batch=0, hits=30, misses=10)
     timeline.span("SSD->DRAM", "read", at + 2, at + 3, layer=0, nbytes=400)
@@ -115,17 +115,17 @@ def a_step(timeline: Timeline, at: float) -> None:
     timeline.span("device", "write", at + 5, at + 6, layer=0)
     timeline.span("engine", "dispatch", at + 6, at + 7)
     timeline.span("device", "compute", at + 7, at + 10, layer=0, cohort=0)
-    timeline.end_step(at, at + 10)
+    timeline.end_step(at, at + 10, warm_up=warm_up)
 
 
 def test_sums_of_a_step() -> None:
     timeline = Timeline()
     timeline.span("device", "prefill", 0.0, 5.0)  # before the first step: in no sum
-    for at in (10.0, 30.0, 50.0):
-        a_step(timeline, at)
-    sums = timeline.sums()
-    assert (timeline.skipped.wall_s, timeline.skipped.device_s) == (10, 6)
-    assert timeline.totals()["first_step_s"] == 10
+    for at, warm_up in ((10.0, True), (30.0, False), (50.0, True), (70.0, False)):
+        a_step(timeline, at, warm_up=warm_up)
+    sums, totals = timeline.sums(), timeline.totals()
+    assert (timeline.warm_up.wall_s, timeline.warm_up.device_s) == (20, 12)
+    assert (totals["warm_up_steps"], totals["warm_up_s"]) == (2, 20)
     assert (timeline.totals()["steps"], sums.wall_s, sums.device_s) == (2, 20.0, 12.0)
     assert sums.stalls == {"SSD->DRAM": 2, "DRAM->HBM": 2, "host gather": 2, "engine": 2}
     assert sums.work_s() == {"select": 4, "fetch": 6, "compute": 6, "other": 2}
@@ -142,7 +142,7 @@ def test_sums_of_a_step() -> None:
 
 
 def test_spans_are_forgotten_unless_a_trace_is_written() -> None:
-    timeline, traced = Timeline(skip=0), Timeline(keep=3000, skip=0)
+    timeline, traced = Timeline(), Timeline(keep=3000)
     for step in range(2000):
         a_step(timeline, 10.0 * step)
         a_step(traced, 10.0 * step)
@@ -154,7 +154,7 @@ def test_spans_are_forgotten_unless_a_trace_is_written() -> None:
 
 
 def test_no_span_of_a_worker_is_lost_between_steps() -> None:
-    timeline, each, workers = Timeline(keep=10**6, skip=0), 5_000, 3
+    timeline, each, workers = Timeline(keep=10**6), 5_000, 3
 
     def work() -> None:
         for _ in range(each):
