@@ -6,8 +6,8 @@ A stack of the bundled model's layers over KV of real heads (`stack.py`), with t
 as slow against this machine's memory as PCIe 4.0 x16 is against an A100's, and four times as slow.
 For each link, first the calibration as the engine makes it: the largest window that pays is
 measured before there is a batch, the arrangement found on the first decode steps, compilation
-included. Then every point of the grid, all of them checked to compute the same, bit for bit, and to
-have moved bytes. The choice is judged by its time in the grid. Windows between those of the grid
+included. Then every point of the grid, all of them checked to compute the same and to have moved
+bytes. The choice is judged by its time in the grid. Windows between those of the grid
 count as the nearest one.
 """
 
@@ -133,7 +133,7 @@ def _measure(session: Session, case: _Case, link: Link) -> None:
     for _ in range(ROUNDS):
         runs: dict[str, StackRun] = {}
         method = session.method
-        # As calibration does: what would round differently is no choice.
+        # As calibration does: a session computed alone is no choice.
         for one in alike(batch, Arrangement(-(-batch // 2)), method.arrangements()):
             method.arrange(one)
             run = session.run(STEPS)
@@ -143,7 +143,7 @@ def _measure(session: Session, case: _Case, link: Link) -> None:
             before = case.grid.get((session.plan.window, one))
             if before is None or run.median_s < before.median_s:
                 case.grid[session.plan.window, one] = run
-        same_outputs(runs)
+        same_outputs(runs, session.dtype)
 
 
 def compare(options: argparse.Namespace, machine: Machine) -> Figures:

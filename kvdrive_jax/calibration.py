@@ -349,8 +349,7 @@ class BatchCalibration:
 
 def alike(batch: int, now: Arrangement, every: Sequence[Arrangement]) -> list[Arrangement]:
     """Those of ``every`` in which the same sessions as now are alone in their micro-batch, and in
-    their cohort. Matrix products with one row round differently than those with more, and no token
-    may depend on what was measured."""
+    their cohort: a matrix product with one row rounds differently than one with several."""
 
     def alone(one: Arrangement) -> list[tuple[bool, bool]]:
         return [
