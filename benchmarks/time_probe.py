@@ -199,14 +199,15 @@ def probe(
                 ]
         print(f"probed {batch} sessions of {size.context:,} tokens", flush=True)
     nbytes, took = (np.array(column) for column in zip(*gathers, strict=True))
-    per_byte, fixed = np.polyfit(nbytes, took, 1)
+    weighed = np.stack([nbytes / took, 1 / took], axis=1)
+    per_byte, fixed = nnls(weighed, np.ones(len(took)))[0]
     dispatch = _median(handing)
     cpu = this_cpu()
     hardware = Hardware(
         **{
             **vars(cpu),
             "gather": 1 / max(float(per_byte), 1e-12),
-            "gather_latency": max(0.0, float(fixed)),
+            "gather_latency": float(fixed),
             "dispatch": dispatch,
             "miss_list": _median(lists),
             "pcie_latency": oversleep(),
