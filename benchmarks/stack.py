@@ -170,6 +170,15 @@ class Session:
         assert isinstance(self.method, KVDrive)
         self.method.arrange(Arrangement(micro_batch, cohorts))
 
+    def possible(self, wanted: Sequence[Arrangement]) -> list[Arrangement]:
+        """Those of ``wanted`` that there is memory for; the others are named."""
+        assert isinstance(self.method, KVDrive)
+        known = self.method.arrangements()
+        for one in wanted:
+            if one not in known:
+                print(f"left out: {one}")
+        return [one for one in wanted if one in known]
+
     def _cohorts(self) -> int:
         return self.method.arrangement.cohorts if isinstance(self.method, KVDrive) else 1
 
