@@ -105,10 +105,10 @@ class Session:
 
     def __init__(self, stack: Stack, config: KVDriveConfig, links: Links) -> None:
         start = time.perf_counter()
-        self._stack, self._plan = stack, stack.plan(config)
+        self._stack, self.plan = stack, stack.plan(config)
         self.contexts = stack.contexts
         self.dtype = stack.weights.dtype.name
-        plan = self._plan
+        plan = self.plan
         plan.require()
         self._timeline = KeptTimeline()
         self._tools = Tools(
@@ -147,7 +147,7 @@ class Session:
 
     def _windows(self) -> tuple[Arrangement, Any] | None:
         """A copy of windows and directories, and how they are cut."""
-        if not isinstance(self.method, KVDrive) or self._plan.resident:
+        if not isinstance(self.method, KVDrive) or self.plan.resident:
             return None
         state = self.method._state
         return self.method.arrangement, jax.tree.map(jnp.copy, (state.windows, state.directory))
@@ -218,7 +218,7 @@ class Session:
             missed=[a - b for a, b in zip(after[2], before[2], strict=True)],
             setup_s=self.setup_s,
             computed=-(-batch // self._cohorts()),
-            plan=self._plan,
+            plan=self.plan,
             spans=self._timeline.done[warm_up:],
         )
 

@@ -142,6 +142,7 @@ class _Batch:
     ) -> None:
         self.save_to = save_to
         self.calibration: BatchCalibration | None = None
+        self._warms_up = True  # the first step may compile
         self._logits = jnp.zeros((0, 0))
         self.tools, self.sessions, self.plan = tools, sessions, plan
         self.rows, self.method, self.report, self.quiet = rows, method, report, quiet
@@ -310,12 +311,12 @@ class _Batch:
                 self._logits = self._step()
                 self.report.decode_tokens += int(self.rows.active.sum())
                 drawn = self._draw(numbers, sampling)
-                self.tools.timeline.end_step(start, time.perf_counter())
+                self._end_step(start, 1)
                 yield drawn
                 continue
             pace.took(time.perf_counter() - start, len(burst.tokens))
             self.tools.timeline.span("device", "burst", start, time.perf_counter())
-            self.tools.timeline.end_step(start, time.perf_counter())
+            self._end_step(start, len(burst.tokens))
             for drawn in zip(burst.tokens, burst.finite, strict=True):
                 if not self.rows.active.any():
                     break  # what has ended a session here, the device did not know
@@ -323,6 +324,11 @@ class _Batch:
                 self.rows.length[self.rows.active] += 1
                 self.report.decode_tokens += int(self.rows.active.sum())
                 yield drawn
+
+    def _end_step(self, start: float, steps: int) -> None:
+        now = time.perf_counter()
+        self.tools.timeline.end_step(start, now, steps, warm_up=self._warms_up)
+        self._warms_up = False
 
     def _draw(self, numbers: jax.Array, sampling: SamplingConfig) -> tuple[Array, Array]:
         drawn = int32(np.array([session.drawn for session in self.sessions]))
@@ -338,6 +344,7 @@ class _Batch:
 
     def _step(self) -> jax.Array:
         if self.calibration is not None:
+            self._warms_up |= self.calibration.under_way
             self.calibration.before_step()
         tokens = int32(np.array([session.last_token for session in self.sessions]))
         logits = self.method.step(tokens)

@@ -8,10 +8,12 @@ would be.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +25,7 @@ from kvdrive_jax.budgets import Budgets
 from kvdrive_jax.config import KVDriveConfig
 from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.pipeline.calibrate import (
-    HIT_RATES,
+    CALIBRATION_S,
     Search,
     WindowChoice,
     WindowCosts,
@@ -37,10 +39,11 @@ from kvdrive_jax.pipeline.calibrate_store import (
     CalibrationStore,
     Timed,
 )
-from kvdrive_jax.pipeline.parts import Arrangement
+from kvdrive_jax.pipeline.parts import Arrangement, cut
 from kvdrive_jax.telemetry import BudgetError, Ledger
 from kvdrive_jax.tiers.link import Link, Links
 from kvdrive_jax.tiers.pages import PageGeometry
+from kvdrive_jax.window.hits import MEASURED, HitRates
 from kvdrive_jax.window.profile import Profile
 from kvdrive_jax.window.sizing import MostMultiple, WindowShape
 
@@ -99,6 +102,8 @@ class Calibrator:
         self._digest, self._budgets, self._quiet = digest, budgets, quiet
         self._links = links or Links()
         self._store = _open(config)
+        self.spent_s = 0.0
+        """Seconds that measuring windows took."""
 
     # Windows
 
@@ -141,7 +146,8 @@ class Calibrator:
                 self._store.put(key, costs)
         if not isinstance(costs, WindowCosts):
             return None
-        return best_window(costs, case.pages, largest, hit_rates(profile))
+        hits = MEASURED if profile is None else HitRates.of_profile(profile)
+        return best_window(costs, hits, shape.selected / shape.chunk_capacity, case.pages, largest)
 
     def _measure(
         self, case: WindowCase, largest: float, ledger: Ledger | None
@@ -150,6 +156,7 @@ class Calibrator:
         # A link of its own: what it carries here is not in the way of anything else.
         link = None if link is None else Link(link.bytes_per_s, link.latency_s)
         held: list[Any] = []
+        start = time.perf_counter()
         try:
             if ledger is not None:
                 for tier, nbytes in (("hbm", case.hbm_bytes(largest)), ("dram", case.dram_bytes)):
@@ -159,6 +166,7 @@ class Calibrator:
         except BudgetError:
             return None
         finally:
+            self.spent_s += time.perf_counter() - start
             for tier in held:
                 assert ledger is not None
                 ledger.release(tier, ACCOUNT)
@@ -219,7 +227,7 @@ class Calibrator:
     # Keys
 
     def _plan_key(self, plan: Plan) -> CalibrationKey:
-        window = f"x{plan.window:.4g}, at most {plan.window_slots} slots"
+        window = f"x{_about(plan.window):.3g}"
         shape = plan.shape
         return self._key(shape.batch, shape.chunk_capacity, shape.selected, window)
 
@@ -239,9 +247,10 @@ class Calibrator:
             f"{retrieval.scan_one_in}, chunks of {retrieval.chunk_size}",
             window=f"{window}, {config.window.eviction}, attends {config.window.attend}",
             pages=f"{tiers.fetch}, {tiers.dram_dtype}, {tiers.ssd_precision}, {tiers.sync}, "
-            + (f"{self._budgets.dram} bytes of DRAM, then SSD" if cached else "DRAM"),
+            + (f"about {_about(self._budgets.dram):.3g} bytes of DRAM" if cached else "no SSD"),
             links=f"{_link(self._links.dram_to_hbm)}, {_link(self._links.ssd_to_dram)}",
-            schedule=f"{pipeline.schedule}, {pipeline.miss_list}",
+            schedule=f"{pipeline.schedule}, {pipeline.miss_list}, micro-batch "
+            f"{pipeline.micro_batch}, cohorts {pipeline.cohorts}",
         )
 
 
@@ -254,11 +263,10 @@ class BatchCalibration:
     def __init__(self, calibrator: Calibrator, method: BatchMethod, plan: Plan) -> None:
         self._calibrator, self._method, self._plan = calibrator, method, plan
         self._search: Search | None = None
-        self._began = time.perf_counter()
         self._started = self._change_s = 0.0
         self._running: Arrangement | None = None
         self._active = -1
-        candidates = method.arrangements()
+        candidates = alike(plan.shape.batch, method.arrangement, method.arrangements())
         if calibrator.off or len(candidates) < 2:
             return
         known = calibrator.known(plan)
@@ -269,9 +277,15 @@ class BatchCalibration:
             self._search = Search(
                 candidates=tuple(candidates),
                 start=method.arrangement,
+                limit_s=max(1.0, CALIBRATION_S - calibrator.spent_s),
                 # The last steps are not worth a search that ends with them.
                 most_steps=plan.shape.max_new_tokens * 3 // 4,
             )
+
+    @property
+    def under_way(self) -> bool:
+        """Whether arrangements are still tried."""
+        return self._search is not None
 
     def before_step(self) -> None:
         """Arrange the batch for the next step."""
@@ -279,11 +293,13 @@ class BatchCalibration:
             return
         wanted = self._search.next()
         if wanted is None:
-            self._end(self._search)
+            self._end(self._search, keep=True)
             return
         start = time.perf_counter()
         if wanted != self._method.arrangement:
             self._method.arrange(wanted)
+            timeline = self._method.tools.timeline
+            timeline.span("engine", "calibrate", start, time.perf_counter())
         self._started = time.perf_counter()
         self._change_s = self._started - start
         self._running = wanted
@@ -296,12 +312,12 @@ class BatchCalibration:
         if self._search is None or used is None:
             return
         if self._active not in (-1, active):
-            self._end(self._search)
+            self._end(self._search, keep=False)
             return
         self._active = active
         self._search = self._search.note(used, seconds, self._change_s)
 
-    def _end(self, search: Search) -> None:
+    def _end(self, search: Search, *, keep: bool) -> None:
         self._search = None
         best = search.best
         if best != self._method.arrangement:
@@ -312,8 +328,9 @@ class BatchCalibration:
             chosen=_timed(search, best),
             others=tuple(_timed(search, used) for used in search.tried if used != best),
         )
-        self._calibrator.keep(self._plan, result)
-        spent = time.perf_counter() - self._began
+        if keep:
+            self._calibrator.keep(self._plan, result)
+        spent = search.spent_s + self._calibrator.spent_s
         self._calibrator.tell(self._line(result, f"calibrated in {spent:.1f} s"))
 
     def _line(self, result: ArrangementResult, how: str) -> str:
@@ -330,17 +347,30 @@ class BatchCalibration:
         return f"{how}: " + "; ".join([*parts, window, *([clusters] if clusters else [])])
 
 
+def alike(batch: int, now: Arrangement, every: Sequence[Arrangement]) -> list[Arrangement]:
+    """Those of ``every`` in which the same sessions as now are alone in their micro-batch, and in
+    their cohort: a matrix product with one row rounds differently than one with several."""
+
+    def alone(one: Arrangement) -> list[tuple[bool, bool]]:
+        return [
+            (part.last - part.first == 1, cohort.size == 1)
+            for cohort in cut(batch, one)
+            for part in cohort.micro_batches
+            for _ in range(part.first, part.last)
+        ]
+
+    return [one for one in every if alone(one) == alone(now)]
+
+
 def _timed(search: Search, used: Arrangement) -> Timed:
     return Timed(micro_batch=used.micro_batch, cohorts=used.cohorts, step_s=search.value(used))
 
 
+def _about(value: float) -> float:
+    """One for all values within a fifth or so: what is found out from free memory differs from run
+    to run, and what is calibrated hardly depends on it."""
+    return 2 ** (round(2 * math.log2(value)) / 2) if value > 0 else 0.0
+
+
 def _link(link: Link | None) -> str:
     return "as it is" if link is None else f"{link.bytes_per_s:g} B/s + {link.latency_s:g} s"
-
-
-def hit_rates(profile: Profile | None) -> tuple[tuple[float, float], ...]:
-    """(multiple, mean hit rate) of a model's profile, or of ours."""
-    if profile is None:
-        return HIT_RATES
-    rates = profile.hits.mean(axis=(0, 1)) / profile.selected
-    return tuple(zip(profile.multiples, rates.tolist(), strict=True))

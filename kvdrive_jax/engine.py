@@ -23,6 +23,7 @@ from kvdrive_jax.checks import check_config, check_length
 from kvdrive_jax.config import KVDriveConfig, format_size
 from kvdrive_jax.methods.base import Tools
 from kvdrive_jax.models.model import Model
+from kvdrive_jax.models.packing import pack_model
 from kvdrive_jax.models.rope import inverse_frequencies
 from kvdrive_jax.models.tokenizer import Tokenizer
 from kvdrive_jax.models.weights import describe_pretrained, load_pretrained
@@ -61,6 +62,8 @@ class Engine:
 
         links: imitate slower ways between the tiers.
         """
+        if config is not None and config.weights_dtype == "int8":
+            model = pack_model(model)
         self._links = links or Links()
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.config = config or KVDriveConfig()
@@ -155,7 +158,7 @@ class Engine:
         return plan_batch(
             model.config,
             model.dtype,
-            model.parameter_count,
+            model.nbytes // model.dtype.itemsize,
             self.config,
             prompt_tokens,
             max_new_tokens,
@@ -171,6 +174,8 @@ class Engine:
         """The effective configuration in one line."""
         config, retrieval = self.config, self.config.retrieval
         parts = [f"model {self.name}", f"method {config.method}", f"{self.model.dtype.name}"]
+        if config.weights_dtype != "model":
+            parts.append(f"weights {config.weights_dtype}")
         if config.method != "full":
             budget = retrieval.budget if retrieval.budget is not None else "default"
             window = config.window.uniform

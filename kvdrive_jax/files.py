@@ -1,4 +1,4 @@
-"""Small JSON files that are kept between runs: where they are, how they are written and checked."""
+"""Files in one piece, and small JSON ones that are kept between runs: where, written, checked."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import hashlib
 import json
 import os
 import reprlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 def cache_folder(name: str) -> str:
@@ -21,6 +24,25 @@ def name_of(values: Any) -> str:
     """A file name, without suffix, that stands for plain values: the same for equal ones."""
     text = json.dumps(values, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+@contextmanager
+def whole_file(path: str) -> Iterator[TextIO]:
+    """A text file that takes the place of ``path`` when it is complete, and never before."""
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or device stays what it is
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
+        return
+    folder, name = os.path.split(os.path.abspath(path))
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}-", suffix=".part")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            yield file
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def write_json(path: str | os.PathLike[str], values: Any) -> None:

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from kvdrive_jax.cli_options import GenerateConfig, Options, check_outputs, parse_command_line
 from kvdrive_jax.config import format_size
+from kvdrive_jax.files import whole_file
 from kvdrive_jax.prompts import Prompt, read_prompts
 from kvdrive_jax.summary import stats_table, summary
 from kvdrive_jax.telemetry import Progress
 from kvdrive_jax.timeline import KEPT_SPANS, Timeline
-from kvdrive_jax.timeline_file import whole_file, write_timeline
+from kvdrive_jax.timeline_file import write_timeline
 
 if TYPE_CHECKING:
     from kvdrive_jax.engine import Engine

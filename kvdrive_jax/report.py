@@ -55,7 +55,7 @@ class RunReport:
     def _stages(self) -> dict[str, float]:
         """Where the wall time of decode went: what the device did, else what it waited for."""
         stages: dict[str, float] = {str(name): s for name, s in self.clock.snapshot().items()}
-        for sums in (self.timeline.skipped, self.timeline.sums()):
+        for sums in (self.timeline.sums(), self.timeline.warm_up):
             selecting = min(sums.work_s()["select"], sums.device_s)
             stages["select"] += selecting
             stages["compute"] += sums.device_s - selecting

@@ -38,16 +38,15 @@ def stats_table(stats: dict[str, Any]) -> str:
     """``--stats``: where the time of a decode step went, and what was moved for it."""
     timeline = stats["timeline"]
     steps, wall = timeline["steps"], timeline["wall_s"]
-    first = timeline["first_step_s"]
+    warm_up = f"{timeline['warm_up_steps']:,} more in {timeline['warm_up_s']:.2f} s before them"
     if not steps or not wall:
-        return f"decode: one step of {first:.2f} s" if first else "decode: no step was made"
+        return f"decode: no steady step, {warm_up}"
     work, stalls = timeline["work_s"], timeline["stall_s"]
     per_step = 1e3 / steps
     rate = stats["decode_tokens_per_s"]
     lines = [
         f"decode: {rate or 0:.1f} tokens/s; {steps:,} steps in {wall:.2f} s, "
-        f"{wall * per_step:.2f} ms a step, and before them the first, which may compile, "
-        f"{1e3 * first:.2f} ms",
+        f"{wall * per_step:.2f} ms a step; {warm_up}",
         f"{'':20}{'ms a step':>12}{'of wall time':>14}",
     ]
 
@@ -76,7 +75,7 @@ def stats_table(stats: dict[str, Any]) -> str:
 
 def _hits(stats: dict[str, Any], hit_rate: float) -> str:
     hits, misses = stats["timeline"]["hits"], stats["timeline"]["misses"]
-    counted = f": {hits:,} hits, {misses:,} misses" if hits + misses else ""
+    counted = f"; of these steps {hits:,} hits, {misses:,} misses" if hits + misses else ""
     return f"hit rate {100 * hit_rate:.1f} %{counted}"
 
 

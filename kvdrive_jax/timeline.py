@@ -31,7 +31,7 @@ READ_AHEAD = "read ahead"
 """Name of the spans of SSD->DRAM that no fetch waits for."""
 
 KEPT_SPANS = 400_000
-"""Most spans kept for a trace, some 70 MB of host memory and as many on disk."""
+"""Most spans kept for a trace, some 80 MB of host memory and as many on disk."""
 _TOGETHER = 4096
 _RANK: dict[Lane, int] = {
     "device": 0,
@@ -200,19 +200,15 @@ class Timeline:
     """Collects spans of one call; any thread may add, the engine's thread does all else.
 
     keep: how many spans to keep for a trace; what comes after them is counted in ``dropped``.
-    skip: how many steps, which may compile, are left out of ``sums`` and are in ``skipped``.
-    on_step: is told start and end of each step.
+    on_step: is told start and end of each step. What is not like the steps that follow (the first
+    may compile) is added up apart, in ``warm_up``.
     """
 
     def __init__(
-        self,
-        keep: int = 0,
-        *,
-        skip: int = 1,
-        on_step: Callable[[float, float], None] | None = None,
+        self, keep: int = 0, *, on_step: Callable[[float, float], None] | None = None
     ) -> None:
-        self.keep, self.skip, self.on_step = keep, skip, on_step
-        self.skipped = StepSums()
+        self.keep, self.on_step = keep, on_step
+        self.warm_up = StepSums()
         self.kept: list[tuple[Any, ...]] = []
         self.steps: list[tuple[float, float]] = []
         self.dropped = 0
@@ -220,8 +216,8 @@ class Timeline:
         self._append = self._spans.append
         self._taken = 0
         self._open: list[tuple[int, float, float]] = []
-        self._ended = 0
-        self._steps = 0
+        self._warms_up = True
+        self._warm_up_steps = self._steps = 0
         self._sums = StepSums()
 
     def span(
@@ -241,8 +237,12 @@ class Timeline:
         # A plain tuple: a Span takes several times as long to make.
         self._append((lane, name, start, end, layer, micro_batch, cohort, nbytes, hits, misses))
 
-    def end_step(self, start: float, end: float, steps: int = 1) -> None:
-        """A decode step from ``start`` to ``end`` is over, or ``steps`` that ran as one."""
+    def end_step(self, start: float, end: float, steps: int = 1, *, warm_up: bool = False) -> None:
+        """A decode step from ``start`` to ``end`` is over, or ``steps`` that ran as one; warm_up:
+        steady steps are not like it."""
+        if warm_up != self._warms_up:
+            self._fold()
+            self._warms_up = warm_up
         count = len(self._spans) - self._taken
         self._taken += count
         self._open.append((count, start, end))
@@ -250,17 +250,16 @@ class Timeline:
             self.steps.append((start, end))
         if self.on_step is not None:
             self.on_step(start, end)
-        self._ended += 1
-        if self._ended <= self.skip:
-            self._fold(self.skipped)
-            return
-        self._steps += steps
+        if warm_up:
+            self._warm_up_steps += steps
+        else:
+            self._steps += steps
         if self._taken >= _TOGETHER or len(self._open) >= _TOGETHER:
-            self._fold(self._sums)
+            self._fold()
 
     def sums(self) -> StepSums:
-        """Of all steps that have ended, those that are skipped apart."""
-        self._fold(self._sums)
+        """Of all steps that have ended, without those of the warm-up."""
+        self._fold()
         return self._sums
 
     def totals(self) -> dict[str, Any]:
@@ -269,7 +268,8 @@ class Timeline:
         lanes: dict[str, SpanSum] = {lane: sums.lane(lane, but=READ_AHEAD) for lane in LANES}
         lanes[READ_AHEAD] = sums.named("SSD->DRAM", READ_AHEAD)
         return {
-            "first_step_s": self.skipped.wall_s,
+            "warm_up_steps": self._warm_up_steps,
+            "warm_up_s": self.warm_up.wall_s,
             "steps": self._steps,
             "wall_s": sums.wall_s,
             "device_busy_s": sums.device_s,
@@ -286,12 +286,12 @@ class Timeline:
 
     def spans(self) -> list[Span]:
         """Those kept for a trace, and those that came since the last step."""
-        self._fold(self._sums)
+        self._fold()
         rest = self._spans[: max(0, self.keep - len(self.kept))]
         return [*map(Span._make, self.kept), *map(Span._make, rest)]
 
-    def _fold(self, sums: StepSums) -> None:
-        """Add the steps that have ended to ``sums``, and forget them."""
+    def _fold(self) -> None:
+        """Add up the steps that have ended, all of one kind, and forget them."""
         spans, steps = self._spans[: self._taken], self._open
         del self._spans[: self._taken]  # workers may be adding to its end
         self._taken, self._open = 0, []
@@ -300,4 +300,4 @@ class Timeline:
             self.kept += spans[:room]
             self.dropped += len(spans[room:])
         if steps:
-            sums.add(spans, steps)
+            (self.warm_up if self._warms_up else self._sums).add(spans, steps)

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import heapq
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TextIO
 
+from kvdrive_jax.files import whole_file
 from kvdrive_jax.timeline import LANES, Lane, Span, Timeline
 
 _PROCESS = 1
@@ -22,25 +19,6 @@ _STEPS = 1  # thread; those of lane i begin at 1000 * (i + 1)
 _THREADS = 1000
 
 Event = dict[str, object]
-
-
-@contextmanager
-def whole_file(path: str) -> Iterator[TextIO]:
-    """A text file that takes the place of ``path`` when it is complete, and never before."""
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or device stays what it is
-        with open(path, "w", encoding="utf-8") as file:
-            yield file
-        return
-    folder, name = os.path.split(os.path.abspath(path))
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}-", suffix=".part")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            yield file
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def write_timeline(timeline: Timeline, path: str, about: Mapping[str, object]) -> int:
@@ -121,8 +99,10 @@ def _complete(
     category: Lane | str, name: str, start: int, end: int, thread: int, args: Mapping[str, int]
 ) -> Event:
     """An event from ``start`` to ``end`` in ns; the format counts in us."""
+    # Viewers cut numbers to whole ns, and drop what then overlaps the one before by a single one.
+    took = max(0, end - start - 2)
     return {
-        "ph": "X", "cat": category, "name": name, "ts": start / 1000, "dur": (end - start) / 1000,
+        "ph": "X", "cat": category, "name": name, "ts": start / 1000, "dur": took / 1000,
         "pid": _PROCESS, "tid": thread, "args": dict(args),
     }  # fmt: skip
 

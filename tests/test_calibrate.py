@@ -24,7 +24,7 @@ from kvdrive_jax import (
     calibration,
 )
 from kvdrive_jax.budgets import Budgets
-from kvdrive_jax.calibration import Calibrator, check_calibrate, hit_rates
+from kvdrive_jax.calibration import Calibrator, alike, check_calibrate
 from kvdrive_jax.methods.kvdrive import KVDrive
 from kvdrive_jax.pipeline import calibrate_store
 from kvdrive_jax.pipeline.calibrate import (
@@ -45,6 +45,7 @@ from kvdrive_jax.pipeline.calibrate_store import (
 )
 from kvdrive_jax.pipeline.parts import Arrangement, candidates
 from kvdrive_jax.tiers.pages import PageGeometry
+from kvdrive_jax.window.hits import MEASURED
 from kvdrive_jax.window.sizing import WindowShape
 from tests.tiny import CharacterTokenizer, random_prompt, tiny_config, tiny_model
 
@@ -82,7 +83,7 @@ def run(search: Search, cost: Cost, noise: Any = None, first_s: float = 0.0) -> 
     return search
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_the_choice_is_within_five_per_cent_of_the_grid(data: st.DataObject) -> None:
     """Times that fall and then rise along micro-batches, differently by cohorts, with noise."""
@@ -110,7 +111,7 @@ def test_the_choice_is_within_five_per_cent_of_the_grid(data: st.DataObject) -> 
 
 
 @given(st.floats(0.001, 3), st.floats(0, 3), st.integers(2, 16))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_search_ends_in_time(step_s: float, first_s: float, batch: int) -> None:
     """What is begun is ended, and nothing is begun that would not end in time."""
     grid = candidates(batch)
@@ -133,7 +134,7 @@ def test_the_first_step_after_a_change_does_not_count() -> None:
         search = search.note(used, seconds, 0.5)
     assert (search.times(one), search.times(two)) == ([2.0, 1.0], [3.0])
     assert search.best == one
-    assert search.spent_s == 33.0
+    assert search.spent_s == 23.5
 
 
 def test_one_candidate_needs_no_search() -> None:
@@ -153,28 +154,28 @@ def test_one_candidate_needs_no_search() -> None:
     st.integers(1, 4096),
     st.floats(1, 40),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_no_window_is_cheaper_by_more_than_noise(
     flat: float, slope: float, page_s: float, pages: int, largest: float
 ) -> None:
     costs = WindowCosts(
         multiples=(1.0, 2.0), lookup_s=(flat, flat + slope), fetch_s=1e-5, page_s=page_s
     )
-    chosen = best_window(costs, pages, largest)
+    chosen = best_window(costs, MEASURED, 1 / 20, pages, largest)
     every = np.linspace(1, largest, 200)
-    total = costs.lookup(every) + costs.fetch(pages * miss_rate(every))
+    total = costs.lookup(every) + costs.fetch(pages * miss_rate(MEASURED, 1 / 20, every))
     assert 1 <= chosen.multiple <= largest
     assert chosen.lookup_s + chosen.fetch_s <= 1.05 * total.min() + slope / 4
 
 
 def test_windows_grow_with_what_a_page_costs() -> None:
     sizes = [
-        best_window(dataclasses.replace(COSTS, page_s=page_s), 1000, 100).multiple
+        best_window(dataclasses.replace(COSTS, page_s=page_s), MEASURED, 0.05, 1000, 100).multiple
         for page_s in (0.0, 1e-7, 1e-6, 1e-5, 1e-3)
     ]
     assert sizes == sorted(sizes)
     assert sizes[0] == 1
-    assert sizes[-1] > 90
+    assert sizes[-1] > 50
 
 
 def test_noise_never_makes_a_larger_window_look_cheaper() -> None:
@@ -265,7 +266,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: str, message: str) -
     path = tmp_path / "calibration.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=message) as raised:
-        Engine(tiny_model(), TOKENIZER, config(calibrate=str(path)))
+        check_calibrate(config(calibrate=str(path)))
     assert str(path) in str(raised.value)
 
 
@@ -313,14 +314,15 @@ def test_method_full_has_nothing_to_calibrate(tmp_path: Path) -> None:
 
 # In the engine
 
+MODEL = tiny_model()
 TOKENIZER: Any = CharacterTokenizer()
-RAGGED = [random_prompt(n, seed=n) for n in (401, 1, 233)]
+RAGGED = [random_prompt(n, seed=n) for n in (401, 1, 233, 90)]
 NEW = 24
 
 
 def config(window: float | None = 1, tiers: TierConfig | None = None, **pipeline: Any) -> Any:
     return KVDriveConfig(
-        batch_size=3,
+        batch_size=4,
         retrieval=RetrievalConfig(budget=48, flush_tokens=16),
         window=WindowConfig(multiple=window),
         tiers=tiers or TierConfig(),
@@ -355,15 +357,15 @@ def test_no_token_depends_on_calibration(
     tmp_path: Path, measured: list[Arrangement], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Searched, taken from a file, and off; a very short run takes what is known, or nothing."""
-    path, model = tmp_path / "calibration.json", tiny_model()
-    with Engine(model, TOKENIZER, config(calibrate="off")) as engine:
+    path = tmp_path / "calibration.json"
+    with Engine(MODEL, TOKENIZER, config(calibrate="off")) as engine:
         same = tokens(engine)
     assert measured == []
-    with Engine(model, TOKENIZER, config(calibrate=str(path))) as engine:
+    with Engine(MODEL, TOKENIZER, config(calibrate=str(path))) as engine:
         tokens(engine, new=15)
         assert measured == []
         assert not path.exists()
-    with Engine(model, TOKENIZER, config(calibrate=str(path)), quiet=False) as engine:
+    with Engine(MODEL, TOKENIZER, config(calibrate=str(path)), quiet=False) as engine:
         assert tokens(engine) == same
         assert measured
         searched = read_results(str(path))
@@ -372,24 +374,33 @@ def test_no_token_depends_on_calibration(
         assert len(measured) <= 1
     ((key, found),) = searched.items()
     assert isinstance(found, ArrangementResult)
-    assert key.batch == 3
-    assert {found.chosen.arrangement} <= set(candidates(3))
+    assert key.batch == 4
+    assert found.chosen.arrangement in alike(4, Arrangement(2), candidates(4))
     told = [line for line in capsys.readouterr().err.splitlines() if "a step" in line]
     assert "calibrated in" in told[0]
     assert str(found.chosen.arrangement) in told[0]
     assert "as calibrated before" in told[1]
 
-    slow = ArrangementResult(chosen=Timed(micro_batch=1, cohorts=2, step_s=1.0), others=())
+    slow = ArrangementResult(chosen=Timed(micro_batch=2, cohorts=2, step_s=1.0), others=())
     write_results(str(path), {key: slow})
     measured.clear()
-    with Engine(model, TOKENIZER, config(calibrate=str(path))) as engine:
+    with Engine(MODEL, TOKENIZER, config(calibrate=str(path))) as engine:
         assert tokens(engine) == same
-    assert measured == [Arrangement(1, 2)]
+    assert measured == [Arrangement(2, 2)]
+
+
+def test_nobody_is_alone_who_was_not() -> None:
+    """One row rounds differently than several."""
+    every = candidates(8)
+    assert alike(8, Arrangement(4), every) == [one for one in every if one.micro_batch > 1]
+    assert alike(3, Arrangement(2), candidates(3)) == [Arrangement(2)]
+    assert alike(2, Arrangement(1), candidates(2)) == [Arrangement(1)]
+    assert alike(1, Arrangement(1), candidates(1)) == [Arrangement(1)]
 
 
 def test_what_is_fixed_is_not_searched(tmp_path: Path, measured: list[Arrangement]) -> None:
     fixed = config(calibrate=str(tmp_path / "file.json"), micro_batch=2, cohorts=1)
-    with Engine(tiny_model(), TOKENIZER, fixed) as engine:
+    with Engine(MODEL, TOKENIZER, fixed) as engine:
         tokens(engine)
     assert measured == []
 
@@ -404,28 +415,30 @@ def test_windows_are_as_large_as_pays(
         return dataclasses.replace(COSTS, page_s=page_s)
 
     monkeypatch.setattr(calibration, "measure_windows", measure)
-    tight = TierConfig(hbm_budget=700_000)
+    with Engine(MODEL, TOKENIZER, config(3)) as engine:
+        tight = TierConfig(hbm_budget=engine.plan([401, 1, 233], NEW).used("hbm"))
     path = str(tmp_path / "file.json")
     plans = {}
     for page_s in (0.0, 1.0):
         for calibrate in ("off", path):
-            with Engine(
-                tiny_model(), TOKENIZER, config(None, tight, calibrate=calibrate)
-            ) as engine:
+            with Engine(MODEL, TOKENIZER, config(None, tight, calibrate=calibrate)) as engine:
                 plans[page_s, calibrate] = engine.plan([401, 1, 233], NEW)
                 engine.plan([401, 1, 233], NEW)
                 assert engine.stats()["tiers"]["hbm"]["peak_bytes"] > 0
                 assert set(engine._ledger.accounts("hbm")) == {"weights"}
         Path(path).unlink()
     largest = plans[0.0, "off"].window
-    assert largest > 1.25
-    assert plans[1.0, path].window == plans[1.0, "off"].window == largest
+    assert largest == 3
+    assert plans[1.0, path].window == pytest.approx(largest, abs=0.5)
     assert plans[0.0, path].window == 1
     assert "as large as pays" in plans[0.0, path].window_line()
     assert asked == [largest, largest]
 
 
-def test_windows_are_not_held_down_where_pages_may_be_on_ssd(measured: list[Arrangement]) -> None:
+def test_windows_are_not_held_down_where_pages_may_be_on_ssd(
+    monkeypatch: pytest.MonkeyPatch, measured: list[Arrangement]
+) -> None:
+    monkeypatch.setattr(calibration, "measure_windows", lambda *_: COSTS)
     shape = WindowShape(layers=3, kv_heads=2, selected=12, chunk_capacity=192)
     pages = 3 * 3 * 2 * 192 * 2 * 4 * 16 * 4
     for dram, known in ((pages, True), (pages - 1, False)):
@@ -435,12 +448,3 @@ def test_windows_are_not_held_down_where_pages_may_be_on_ssd(measured: list[Arra
         most = calibrator.most_window(3, NEW)
         assert most is not None
         assert (most(shape, 4.0, None) is not None) == known
-
-
-def test_a_profile_tells_hit_rates() -> None:
-    class Profiled:
-        multiples = (0.0, 1.0, 2.0)
-        hits = np.array([[[0.0, 5.0, 9.0], [0.0, 7.0, 9.0]]])
-        selected = 10.0
-
-    assert hit_rates(Profiled()) == pytest.approx(((0.0, 0.0), (1.0, 0.6), (2.0, 0.9)))  # type: ignore[arg-type]

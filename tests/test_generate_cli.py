@@ -126,7 +126,8 @@ class StandInEngine:
             "tiers": {"hbm": {"budget_bytes": 10, "peak_bytes": 5}},
             **dict.fromkeys(("model", "method", "device", "dtype"), "stand-in"),
             "timeline": {
-                "first_step_s": 0.5, "steps": 2, "wall_s": 0.2, "device_busy_s": 0.11,
+                "warm_up_steps": 1, "warm_up_s": 0.5,
+                "steps": 2, "wall_s": 0.2, "device_busy_s": 0.11,
                 "stall_s": {"SSD->DRAM": 0.04, "DRAM->HBM": 0.03, "host gather": 0.02,
                             "engine": 0.0},
                 "work_s": {"select": 0.05, "fetch": 0.13, "compute": 0.05, "other": 0.01},
@@ -434,7 +435,7 @@ def test_stats_are_a_table_on_stderr_and_a_trace_is_a_file(
     assert table["stalls"] == ["45.00", "45.0", "%"]
     assert table["DRAM->HBM"] == ["15.00", "15.0", "%"]
     assert table["SSD->DRAM"] == ["20.00", "4.0", "KiB", "200.0", "KiB"]
-    assert "8.0 tokens/s; 2 steps in 0.20 s, 100.00 ms a step" in captured.err
+    assert "8.0 tokens/s; 2 steps in 0.20 s, 100.00 ms a step; 1 more in 0.50 s" in captured.err
     assert "overlap efficiency 1.20" in captured.err
     assert "ssd to dram 4.0 KiB" in captured.err
     told = json.loads(trace.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import defaultdict
@@ -12,9 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvdrive_jax import Engine, KVDriveConfig, PipelineConfig, RetrievalConfig, WindowConfig
+from kvdrive_jax.config import TierConfig
 from kvdrive_jax.telemetry import StageClock
 from kvdrive_jax.timeline import CAUSES, LANES, READ_AHEAD, Span, StepSums, Timeline
 from kvdrive_jax.timeline_file import events, write_timeline
+from tests.tiny import CharacterTokenizer, random_prompt, tiny_model
 
 TICK = 1 / 1024
 LANE = st.sampled_from(LANES)
@@ -73,7 +77,7 @@ def counted_by_tick(steps: list[tuple[int, int]], spans: list[list[Span]]) -> di
 @given(st.lists(STEP, min_size=1, max_size=3))
 def test_busy_and_stalls_add_up_to_the_wall_time(drawn: list[Any]) -> None:
     steps, spans = laid_out(drawn)
-    timeline = Timeline(skip=0)
+    timeline = Timeline()
     record(timeline, steps, spans)
     sums = timeline.sums()
     assert timeline.totals()["steps"] == len(steps)
@@ -96,17 +100,18 @@ def test_spans_of_one_thread_never_overlap_in_the_trace(drawn: list[Any]) -> Non
         if event["ph"] == "X":
             assert event["dur"] >= 0
             assert event["ts"] >= 0
-            by_thread[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+            start = int(event["ts"] * 1000)  # as a viewer reads it
+            by_thread[event["tid"]].append((start, start + int(event["dur"] * 1000)))
     assert sum(map(len, by_thread.values())) == len(steps) + sum(map(len, spans))
     for mine in by_thread.values():
-        for (_, before), (after, _) in zip(sorted(mine), sorted(mine)[1:], strict=False):
-            assert after >= before - 1e-6  # us, of numbers whose sum was rounded
+        for (_, before), (after, _) in itertools.pairwise(sorted(mine)):
+            assert after >= before
     named = {e["tid"]: e["args"]["name"] for e in written if e["name"] == "thread_name"}
     assert len(set(named.values())) == len(named)
     assert set(by_thread) <= set(named)
 
 
-def a_step(timeline: Timeline, at: float) -> None:
+def a_step(timeline: Timeline, at: float, *, warm_up: bool = False) -> None:
     """10 s: select 2, write 1, compute 3; stalls: SSD 1, transfer 1, gather 1, engine 1."""
     timeline.span("device", "select", at, at + 2, layer=0, micro_batch=0, hits=30, misses=10)
     timeline.span("SSD->DRAM", "read", at + 2, at + 3, layer=0, nbytes=400)
@@ -115,17 +120,17 @@ def a_step(timeline: Timeline, at: float) -> None:
     timeline.span("device", "write", at + 5, at + 6, layer=0)
     timeline.span("engine", "dispatch", at + 6, at + 7)
     timeline.span("device", "compute", at + 7, at + 10, layer=0, cohort=0)
-    timeline.end_step(at, at + 10)
+    timeline.end_step(at, at + 10, warm_up=warm_up)
 
 
 def test_sums_of_a_step() -> None:
     timeline = Timeline()
     timeline.span("device", "prefill", 0.0, 5.0)  # before the first step: in no sum
-    for at in (10.0, 30.0, 50.0):
-        a_step(timeline, at)
-    sums = timeline.sums()
-    assert (timeline.skipped.wall_s, timeline.skipped.device_s) == (10, 6)
-    assert timeline.totals()["first_step_s"] == 10
+    for at, warm_up in ((10.0, True), (30.0, False), (50.0, True), (70.0, False)):
+        a_step(timeline, at, warm_up=warm_up)
+    sums, totals = timeline.sums(), timeline.totals()
+    assert (timeline.warm_up.wall_s, timeline.warm_up.device_s) == (20, 12)
+    assert (totals["warm_up_steps"], totals["warm_up_s"]) == (2, 20)
     assert (timeline.totals()["steps"], sums.wall_s, sums.device_s) == (2, 20.0, 12.0)
     assert sums.stalls == {"SSD->DRAM": 2, "DRAM->HBM": 2, "host gather": 2, "engine": 2}
     assert sums.work_s() == {"select": 4, "fetch": 6, "compute": 6, "other": 2}
@@ -142,7 +147,7 @@ def test_sums_of_a_step() -> None:
 
 
 def test_spans_are_forgotten_unless_a_trace_is_written() -> None:
-    timeline, traced = Timeline(skip=0), Timeline(keep=3000, skip=0)
+    timeline, traced = Timeline(), Timeline(keep=3000)
     for step in range(2000):
         a_step(timeline, 10.0 * step)
         a_step(traced, 10.0 * step)
@@ -154,7 +159,7 @@ def test_spans_are_forgotten_unless_a_trace_is_written() -> None:
 
 
 def test_no_span_of_a_worker_is_lost_between_steps() -> None:
-    timeline, each, workers = Timeline(keep=10**6, skip=0), 5_000, 3
+    timeline, each, workers = Timeline(keep=10**6), 5_000, 3
 
     def work() -> None:
         for _ in range(each):
@@ -196,5 +201,48 @@ def test_the_trace_file_is_whole_or_not_there(tmp_path: Path) -> None:
     assert found["configuration"]["args"] == about
     assert found["select"]["args"] == {"layer": 0, "micro_batch": 0, "hits": 30, "misses": 10}
     assert found["transfer"]["args"] == {"layer": 0, "micro_batch": 0, "bytes": 300}
-    assert (found["compute"]["ts"], found["compute"]["dur"]) == (7e6, 3e6)
+    assert found["compute"]["ts"] == 7e6
+    assert found["compute"]["dur"] == pytest.approx(3e6)
     assert found["step 0"]["args"] == {"step": 0}
+
+
+def test_the_numbers_of_a_run_add_up(tmp_path: Path) -> None:
+    timeline = Timeline(keep=10**5)
+    config = KVDriveConfig(
+        batch_size=2,
+        retrieval=RetrievalConfig(budget=48, flush_tokens=16),
+        window=WindowConfig(multiple=1),
+        pipeline=PipelineConfig(micro_batch=1, cohorts=2, calibrate="off"),
+        tiers=TierConfig(ssd_dir=str(tmp_path), dram_budget=300_000, extent_bytes=4096, prefetch=2),
+    )
+    prompts = [random_prompt(n, seed=n) for n in (401, 233)]
+    with Engine(tiny_model(), CharacterTokenizer(), config) as engine:  # type: ignore[arg-type]
+        for _ in engine.stream_ids(prompts, max_new_tokens=9, ignore_eos=True, timeline=timeline):
+            pass
+        stats = engine.stats()
+    told, spans = stats["timeline"], timeline.spans()
+    assert (told["steps"], told["warm_up_steps"], len(timeline.steps)) == (7, 1, 8)
+    assert told["device_busy_s"] + sum(told["stall_s"].values()) == pytest.approx(told["wall_s"])
+    assert 0 < told["device_busy_s"] < told["wall_s"] < stats["decode_s"]
+    assert sum(stats["stage_s"].values()) == pytest.approx(stats["decode_s"])
+    layers, steps = 3, 8
+    per_step = {"select": layers * 2, "compute": layers * 2, "logits": 1}
+    device = [span for span in spans if span.lane == "device"]
+    for name, count in per_step.items():
+        assert sum(span.name == name for span in device) == count * steps
+    for before, after in itertools.pairwise(device):
+        assert before.end <= after.start  # the device does one thing at a time
+    moved = dict.fromkeys(stats["bytes"], 0)
+    for span in spans:
+        if span.lane == "DRAM->HBM":
+            moved["dram_to_hbm"] += span.nbytes
+        elif span.lane == "SSD->DRAM":
+            moved["ssd_to_dram"] += span.nbytes
+    for name in ("dram_to_hbm", "ssd_to_dram"):
+        assert moved[name] == stats["bytes"][name] > 0
+    rates = {session["hit_rate"] for session in stats["sessions"]} - {None}
+    hits, misses = (sum(max(0, getattr(s, name)) for s in spans) for name in ("hits", "misses"))
+    assert min(rates) <= hits / (hits + misses) <= max(rates)
+    assert any(span.name == READ_AHEAD for span in spans)
+    for span in spans:
+        assert span.start <= span.end

@@ -242,7 +242,7 @@ class TieredStages:
         self, layer: int, cohort: Cohort, hidden: Hiddens, fetches: Sequence[Fetch]
     ) -> Hiddens:
         begun = self._working()
-        hidden, k, v = compute_stage(
+        hidden, token = compute_stage(
             self._spec,
             self._tools.model.layers[layer],
             hidden,
@@ -254,7 +254,8 @@ class TieredStages:
             self._state.near[cohort.number][layer],
             self._state.windows[cohort.number],
         )
-        self._tokens[cohort.number].append((k, v))
+        single = fetches[0].selected.token
+        self._tokens[cohort.number].append(token or (single.k, single.v))
         self._dispatched("compute", layer, -1, cohort.number, hidden[0], begun)
         return hidden
 

@@ -19,6 +19,7 @@ from flax import nnx
 from jax import lax
 
 from kvdrive_jax.models.config import ModelConfig
+from kvdrive_jax.models.packed import Packed, packed_product
 from kvdrive_jax.models.rope import rotate
 
 
@@ -44,7 +45,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (wide * scale * _row(weight.astype(jnp.float32), wide)).astype(x.dtype)
 
 
-def project(x: jax.Array, weight: jax.Array | OneOf, bias: jax.Array | None = None) -> jax.Array:
+def project(
+    x: jax.Array, weight: jax.Array | OneOf | Packed, bias: jax.Array | None = None
+) -> jax.Array:
     """x [..., in] @ weight [in, out] + bias [out]: accumulated in float32, in the dtype of `x`."""
     product = _contract(x, weight, weight_axis=0)
     if bias is not None:
@@ -52,7 +55,9 @@ def project(x: jax.Array, weight: jax.Array | OneOf, bias: jax.Array | None = No
     return product.astype(x.dtype)
 
 
-def _contract(x: jax.Array, weight: jax.Array | OneOf, *, weight_axis: int) -> jax.Array:
+def _contract(x: jax.Array, weight: jax.Array | OneOf | Packed, *, weight_axis: int) -> jax.Array:
+    if isinstance(weight, Packed):
+        return packed_product(x, weight)
     if isinstance(weight, OneOf):
         products = [
             partial(_contract, weight=one, weight_axis=weight_axis) for one in weight.matrices

@@ -125,7 +125,7 @@ class Model:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return self.parameter_count * self.dtype.itemsize
+        return sum(leaf.nbytes for leaves in (self.ends, *self.layers) for leaf in leaves)
 
     def merge_layer(self, leaves: Leaves) -> DecoderLayer:
         """A layer from its leaves, inside a compiled function."""

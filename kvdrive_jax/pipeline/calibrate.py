@@ -5,7 +5,8 @@ gives the same tokens, so a trial wastes nothing but what it is slower than the 
 which to use for the next step and takes note of how long that took.
 
 *Windows*: grown as long as a larger one saves more of fetch than it adds to look-up and eviction.
-`best_window` says up to which size that is, from `WindowCosts` and hit rates by window size.
+`best_window` says up to which size that is, from `WindowCosts` and hit rates by window size (a
+profile's, or `window.hits`).
 
 *Clusters*: a constant number of tokens for each, so that their count follows the context
 (`cluster_count`; the paper's figure 18 finds the same at 60K and at 120K).
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -26,11 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdrive_jax.pipeline.parts import Arrangement
+from kvdrive_jax.window.hits import HitRates
 
 Sizes = npt.NDArray[np.float64]
 
-SEARCH_S: Final = 7.0
-"""Seconds within which an arrangement is found, compilation of what is tried included."""
+CALIBRATION_S: Final = 9.5
+"""Seconds that all calibration of a run may take, compilation of what is tried included."""
 SAMPLES: Final = 3
 """Steps that an arrangement is judged by, where they are short; the one before them, in which it is
 compiled and state is put into its place, does not count."""
@@ -69,7 +70,7 @@ class Search:
 
     candidates: tuple[Arrangement, ...]
     start: Arrangement
-    limit_s: float = SEARCH_S
+    limit_s: float = CALIBRATION_S
     most_steps: int = 1 << 30
     log: tuple[Trial, ...] = ()
 
@@ -83,8 +84,8 @@ class Search:
 
     @property
     def spent_s(self) -> float:
-        """Seconds since the search began."""
-        return sum(trial.seconds + trial.change_s for trial in self.log)
+        """Seconds of the search. Its first step is none of it: every run compiles one."""
+        return sum(trial.seconds + trial.change_s for trial in self.log[1:])
 
     def times(self, arrangement: Arrangement) -> list[float]:
         """Seconds of its steps that count: not the first after a change of arrangement."""
@@ -196,25 +197,9 @@ def _apart(first: int, second: int) -> float:
 
 # Windows
 
-HIT_RATES: Final = (
-    (0.0, 0.0),
-    (1.0, 0.664),
-    (1.25, 0.757),
-    (1.5, 0.811),
-    (1.75, 0.846),
-    (2.0, 0.869),
-    (2.5, 0.899),
-    (3.0, 0.917),
-    (4.0, 0.935),
-    (5.0, 0.945),
-    (6.0, 0.951),
-    (8.0, 0.957),
-)
-"""(multiple of the budget, hit rate) where no profile says better: means of two texts, two lengths
-and two budgets up to x3 (benchmarks/results/windows_fig3.json), from there on as the misses of
-windows_fig8.json go on falling."""
 MISS_EXPONENT: Final = -0.6
-"""Of the misses beyond what was measured, by window size."""
+"""Misses beyond the largest window with a known rate fall with this power of the size, as they do
+from x4 to x8 in `window.hits`."""
 GRID: Final = 0.25
 """Windows are compared in steps of this multiple of the budget."""
 
@@ -260,12 +245,11 @@ class WindowCosts:
         return self.fetch_s + self.page_s * missed
 
 
-def miss_rate(multiple: Sizes, hit_rates: Sequence[tuple[float, float]] = HIT_RATES) -> Sizes:
-    """Share of selected chunks [n] that windows of so many multiples of the budget [n] miss."""
-    sizes, hits = (np.array(column, np.float64) for column in zip(*hit_rates, strict=True))
-    missed = 1 - np.minimum(1.0, np.maximum.accumulate(hits))
-    beyond = np.maximum(1.0, multiple / sizes[-1]) ** MISS_EXPONENT
-    return np.interp(multiple, sizes, missed) * beyond
+def miss_rate(hits: HitRates, budget: float, sizes: Sizes) -> Sizes:
+    """Share of selected chunks [n] that windows of so many multiples of the budget [n] miss, for a
+    budget that is a share of the context."""
+    missed = np.array([1 - hits.rate(budget, float(size)) for size in sizes])
+    return missed * np.maximum(1.0, sizes / hits.multiples[-1]) ** MISS_EXPONENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,20 +262,18 @@ class WindowChoice:
 
 
 def best_window(
-    costs: WindowCosts,
-    pages: int,
-    largest: float,
-    hit_rates: Sequence[tuple[float, float]] = HIT_RATES,
+    costs: WindowCosts, hits: HitRates, budget: float, pages: int, largest: float
 ) -> WindowChoice:
     """The size up to which growing a window pays, and what it then costs.
 
-    pages: selected in one layer and step by the whole batch; largest: the largest multiple of the
-    budget there is room for, at least 1. Of sizes that cost the same within a hundredth, the
+    hits: by window size; budget: as a share of the context; pages: selected in one layer and step
+    by the whole batch; largest: the largest multiple of the budget there is room for, at least 1.
+    Of sizes that cost the same within a hundredth, the
     smallest: HBM is better used for something else.
     """
     sizes = np.unique([*np.arange(1.0, largest, GRID), largest])
     lookup = costs.lookup(sizes)
-    fetch = costs.fetch(pages * miss_rate(sizes, hit_rates))
+    fetch = costs.fetch(pages * miss_rate(hits, budget, sizes))
     total = lookup + fetch
     at = int(np.flatnonzero(total <= 1.01 * total.min())[0])
     return WindowChoice(

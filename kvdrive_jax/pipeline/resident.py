@@ -9,6 +9,7 @@ so many steps, or as soon as every session has drawn a token that ends it; what 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jax import lax
 from kvdrive_jax import compat
 from kvdrive_jax.index.rest import LayerIndex
 from kvdrive_jax.models.decoder import OneOf
+from kvdrive_jax.models.packed import Packed
 from kvdrive_jax.pipeline.stages import Leaves, Near, StageSpec, Step, append_rows, resident_step
 from kvdrive_jax.sampling import SamplingRule, SamplingValues, all_finite, choose
 
@@ -200,18 +202,17 @@ def _scanned(
     """The same with one layer compiled: near k, v [L, B, K, W, D]."""
     kinds = list(zip(*held.layers, strict=True))
 
-    def layer_leaves(layer: jax.Array) -> tuple[Any, ...]:
+    def leaf(arrays: tuple[Any, ...], layer: jax.Array) -> Any:
         # Vectors are stacked; matrices stay where they are.
-        return tuple(
-            OneOf(layer, arrays)
-            if arrays[0].ndim > 1
-            else lax.dynamic_index_in_dim(jnp.stack(arrays), layer, keepdims=False)
-            for arrays in kinds
-        )
+        if isinstance(arrays[0], Packed):
+            return replace(arrays[0], layer=layer)
+        if arrays[0].ndim > 1:
+            return OneOf(layer, arrays)
+        return lax.dynamic_index_in_dim(jnp.stack(arrays), layer, keepdims=False)
 
     def through(hidden: jax.Array, part: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         layer, beside, index = part
-        leaves = layer_leaves(layer)
+        leaves = tuple(leaf(arrays, layer) for arrays in kinds)
         hidden, token, _ = resident_step(
             spec, leaves, hidden, step, beside, index, held.window, layer
         )

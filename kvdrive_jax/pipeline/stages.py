@@ -242,11 +242,12 @@ def compute_stage(
     step: Step,
     near: Near,
     window: jax.Array,
-) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array] | None]:
     """Attention over sink, selection and local, then the feed-forward part, of one cohort.
 
     hidden: [b, E] of each micro-batch, and so are the selections; step, near, window: of the
-    cohort. Returns hidden of each micro-batch, and the new tokens' k, v [B, K, D].
+    cohort. Returns hidden of each micro-batch; and the new tokens' k, v [B, K, D], None where they
+    are those of a single selection.
     """
     sizes = [part.shape[0] for part in hidden]
     whole = _joined(hidden)
@@ -260,7 +261,9 @@ def compute_stage(
     whole = _attend(spec, leaves, whole, token, step, near, window, slots, rest)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     parts = tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
-    return parts, token.k, token.v
+    # What is handed through a program unchanged is copied by it.
+    made = spec.speculative or len(selections) > 1
+    return parts, (token.k, token.v) if made else None
 
 
 def _joined(parts: Sequence[jax.Array]) -> jax.Array:

@@ -19,10 +19,10 @@ from kvdrive_jax.budgets import Budgets
 from kvdrive_jax.config import ScheduleName, format_size, parse_budget, parse_size
 from kvdrive_jax.pipeline.parts import Arrangement
 from kvdrive_jax.plan.hardware import HARDWARE, Hardware, hardware, sustained
-from kvdrive_jax.plan.hits import MEASURED, HitRates
 from kvdrive_jax.plan.names import SHORT, model_named, parse_tokens
 from kvdrive_jax.plan.predict import Prediction, best, default_budgets, predict
 from kvdrive_jax.plan.work import Case
+from kvdrive_jax.window.hits import MEASURED, HitRates
 from kvdrive_jax.window.profile import read_profile
 
 USAGE = 2

@@ -27,11 +27,11 @@ from kvdrive_jax.pipeline.parts import Arrangement, candidates
 from kvdrive_jax.plan import work
 from kvdrive_jax.plan.costs import FloorCosts, Missing, step_times
 from kvdrive_jax.plan.hardware import Hardware, sustained
-from kvdrive_jax.plan.hits import MEASURED, HitRates, dram_hit_rate
 from kvdrive_jax.plan.memory import Plan, plan_batch
 from kvdrive_jax.plan.simulate import Cohort, MicroBatch, Simulation, StepTimes, simulate
 from kvdrive_jax.plan.work import Case
 from kvdrive_jax.telemetry import BudgetError
+from kvdrive_jax.window.hits import MEASURED, HitRates, dram_hit_rate
 
 PredictedMethod = Literal["kvdrive", "full", "layerwise"]
 """``layerwise``: the whole KV of each layer comes over PCIe in each step, while the layer before
@@ -40,7 +40,7 @@ computes, and is dropped (FlexGen)."""
 FetchWay = Literal["staged", "direct"]
 """By the host, which gathers pages into staging, or by the device, from pinned memory."""
 
-WINDOWS = (8.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.0)
+WINDOWS = (4.0, 3.0, 2.0, 1.5, 1.0)
 """Window sizes that are tried, as multiples of the budget."""
 NEW_TOKENS = 128
 """Of the context, those that are generated, for what is planned."""

@@ -107,6 +107,11 @@ def resident_scratch(shape: Shape) -> float:
     return select_scratch(shape) + compute_scratch(shape)
 
 
+def burst_scratch(shape: Shape) -> float:
+    """Of the resident layers, and logits."""
+    return 2 * resident_scratch(shape) + 4 * shape.batch * 4 * shape.config.vocab_size
+
+
 def warm_scratch(shape: Shape) -> float:
     """Scores, and the pages that a session's windows of one layer begin with."""
     return scores_bytes(shape) + shape.config.num_kv_heads * shape.plan.window_slots * page_bytes(
@@ -149,6 +154,7 @@ STAGES = (
     stage("select moments:4, likely", stages.select_likely, select_scratch, 40, 3,
           index="moments:4", targets=ONE),
     stage("compute", stages.compute, compute_scratch, 11, 2, others=True),
+    stage("burst of two layers", stages.burst, burst_scratch, 120, 5, targets=ONE),
     stage("compute of micro-batches", stages.compute_parts, compute_scratch, 24, 2, targets=ONE),
     stage("write", stages.write, none, 1, 1),
     stage("write int4", stages.write_codes, fetched_bytes, 12, 1, targets=ONE),

@@ -12,6 +12,8 @@ import numpy as np
 from kvdrive_jax.methods import full
 from kvdrive_jax.methods.base import embed_tokens, token_logits
 from kvdrive_jax.pipeline import direct, indexing, prefill, stages
+from kvdrive_jax.pipeline.resident import Held, Sequences, resident_burst
+from kvdrive_jax.sampling import SamplingConfig
 from kvdrive_jax.tiers.precision import PageFormat
 from tests.gpu_compile.cases import Call
 from tests.gpu_compile.shapes import Shape
@@ -53,6 +55,27 @@ def resident(shape: Shape) -> Call:
     window = shape.resident
     state = (shape.near, shape.layer_index, window, shape.ids())
     return Call(stages.resident_layer, (shape.spec, shape.layer, shape.hidden, shape.step, *state))
+
+
+def burst(shape: Shape) -> Call:
+    """Several resident steps in one program, of two layers."""
+    rows, step, layers = shape.ids(shape.batch), shape.step, 2
+    held = Held(
+        layers=(shape.layer,) * layers,
+        ends=shape.weights.ends,
+        indexes=(shape.layer_index,) * layers,
+        window=shape.resident,
+        n_chunks=rows,
+        inv_freq=step.inv_freq,
+        attention_factor=step.attention_factor,
+        numbers=rows,
+        eos=shape.ids(8),
+    )
+    active = shape.array(shape.batch, dtype=jnp.bool_)
+    at = Sequences(token=rows, position=rows, near_row=rows, drawn=rows, active=active)
+    sampling = SamplingConfig()
+    args = (shape.spec, held, (shape.near,) * layers, at, shape.ids(), sampling.values)
+    return Call(resident_burst, (*args, sampling.rule))
 
 
 def write(shape: Shape) -> Call:

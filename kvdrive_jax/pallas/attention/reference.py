@@ -81,10 +81,16 @@ def attend_pages(q: jax.Array, window: jax.Array, slots: jax.Array) -> Partial:
     """
     batch, kv_heads, count = slots.shape
     chunk, dim = window.shape[-2:]
-    rows = jnp.arange(batch)[:, None, None]
-    pages = window[rows, jnp.maximum(slots, 0)]
-    keys = pages[:, :, :, 0].reshape(batch, kv_heads, count * chunk, dim)
-    values = pages[:, :, :, 1].reshape(batch, kv_heads, count * chunk, dim)
+    # Keys and values are taken apart by the gathers: slicing them out of whole pages costs as much
+    # as the attention does.
+    flat = window.reshape(-1, chunk * dim)
+    at = jnp.arange(batch)[:, None, None] * window.shape[1] + jnp.maximum(slots, 0)
+    keys, values = (
+        flat.at[(2 * at + which).reshape(-1)]
+        .get(mode="promise_in_bounds")
+        .reshape(batch, kv_heads, count * chunk, dim)
+        for which in (0, 1)
+    )
     return attend(q, keys, values, jnp.repeat(slots >= 0, chunk, axis=-1))
 
 
