@@ -204,7 +204,7 @@ class Session:
             outputs.append(np.asarray(logits, np.float32))
             end = time.perf_counter()
             times.append(end - start)
-            self._timeline.end_step(start, end)
+            self._timeline.take(start, end)
             rows.length += 1
             if self.method.failed:
                 raise RuntimeError(f"KV was lost: {self.method.failed}")
