@@ -44,7 +44,7 @@ from kvdrive_jax.tiers.link import Links
 
 Array = np.ndarray[Any, Any]
 POSITIONS = 1 << 20
-WARM_UP = 4
+WARM_UP = 3
 """Steps of a run that are not timed."""
 
 
