@@ -32,12 +32,10 @@ BATCHES = (1, 2, 4, 8, 16)
 
 def _throttled(session: Session, link: Link, times: float = 1.0) -> StackRun:
     """Sets the link so that a sequential step's fetches take ``times`` as long as its select and
-    compute; the run they were measured in. A second look corrects for what fetching costs
-    besides."""
+    compute, all that fetching costs besides included; the run they were measured in."""
     batch = len(session.contexts)
     session.arrange(batch, 1)
     link.bytes_per_s = FREE
-    session.run()
     run = session.run()
     stage = run.stage_s()
     wanted = times * (stage["select"] + stage["compute"])
@@ -142,7 +140,6 @@ def overhead(options: argparse.Namespace, machine: Machine) -> tuple[Figures, Sh
         with opened(stack, configure(options, batch, miss_list=way), None) as session:
             for size in sorted({max(1, batch // 4), max(1, batch // 2)}):
                 session.arrange(size, 1)
-                session.run()
                 name = f"{way}, {size}"
                 runs[name] = run = session.run()
                 host = _host(run, layers, -(-batch // size))

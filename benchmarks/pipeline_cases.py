@@ -145,7 +145,6 @@ def about(options: argparse.Namespace, stack: Stack) -> Figures:
 def arranged(session: Session, arrangements: Sequence[Arrangement]) -> dict[str, StackRun]:
     """The same steps in each of these arrangements, all of which must compute the same (see
     `same_outputs`) and move bytes; keys are `name_of`."""
-    session.run()  # windows as steps leave them, not as prompts do
     runs = {}
     for one in arrangements:
         session.arrange(one.micro_batch, one.cohorts)
@@ -154,7 +153,10 @@ def arranged(session: Session, arrangements: Sequence[Arrangement]) -> dict[str,
     if any(differ.values()):
         others = ", ".join(f"{name} by {by:.1e}" for name, by in differ.items() if by)
         print(f"rounded otherwise, as products have other shapes: {others}")
+    first = next(iter(runs.values()))
     for name, run in runs.items():
+        if run.missed != first.missed:
+            raise RuntimeError(f"{name} missed {run.missed}, the first {first.missed} chunks")
         if not run.bytes["dram_to_hbm"]:
             raise RuntimeError(f"{name} moved nothing: every chunk was in its window")
     return runs

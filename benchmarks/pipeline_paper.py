@@ -97,7 +97,6 @@ def fig10(options: argparse.Namespace, machine: Machine) -> tuple[Figures, Shown
         runs = {name: found[name_of(one, session)] for name, one in wanted.items()}
     speculative = configure(options, batch, schedule="speculative", cohorts=1)
     with opened(stack, speculative, links) as session:
-        session.run()
         runs["speculative"] = session.run()
     order = ("sequential", "speculative", "overlapped, one cohort", "overlapped, two cohorts")
     rows = {}

@@ -7,6 +7,7 @@ engine's own code. Sessions one at a time (batch size 1).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvdrive_jax import batch
-from kvdrive_jax.methods.base import BatchMethod
+from kvdrive_jax.methods.base import BatchMethod, Drawn, Draws
+from kvdrive_jax.methods.kvdrive import KVDrive
 from kvdrive_jax.models.model import ModelDef
 from kvdrive_jax.pipeline.prefill import PromptLayer
 
@@ -125,6 +127,23 @@ def single_steps() -> Iterator[None]:
     """Each step by itself, as where bursts would not pay: one event after another, with logits."""
     with patch.object(batch, "BURST_FROM", math.inf):
         yield
+
+
+@contextmanager
+def recorded_bursts() -> Iterator[list[tuple[float, int]]]:
+    """When each burst began, in seconds of ``time.perf_counter``, and its steps."""
+    seen: list[tuple[float, int]] = []
+    real = KVDrive.burst
+
+    def burst(self: KVDrive, draws: Draws, limit: int) -> Drawn | None:
+        start = time.perf_counter()
+        drawn = real(self, draws, limit)
+        if drawn is not None:
+            seen.append((start, len(drawn.tokens)))
+        return drawn
+
+    with patch.object(KVDrive, "burst", burst):
+        yield seen
 
 
 @contextmanager

@@ -113,6 +113,20 @@ class Ours(Memory):
             seconds.append(time.perf_counter() - start)
         return seconds
 
+    def pace(self, count: int) -> float:
+        """Seconds a token, over the whole bursts within ``count`` tokens."""
+        from benchmarks.probes import recorded_bursts
+
+        assert self._stream is not None
+        start = time.perf_counter()
+        with recorded_bursts() as bursts:
+            for _ in range(count):
+                next(self._stream)
+        if len(bursts) < 2:  # no bursts, or a long one
+            return (time.perf_counter() - start) / count
+        steps = sum(steps for _, steps in bursts[:-1])
+        return (bursts[-1][0] - bursts[0][0]) / steps
+
     def end(self) -> dict[str, Any]:
         """Ends the session; its tokens and figures."""
         assert self._stream is not None
@@ -136,7 +150,7 @@ def _generation(stream: Iterator[Any]) -> Any:
 class Theirs(Memory):
     """transformers with torch: sdpa attention and a DynamicCache. folder: Hugging Face format."""
 
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, folder: str, threads: int, dtype: str = "float32") -> None:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -145,7 +159,7 @@ class Theirs(Memory):
         torch.set_num_threads(threads)
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
         ).eval()
         # The argument was renamed; the old name warns where the new one is known.
         known = inspect.signature(self._model.forward).parameters
@@ -167,7 +181,7 @@ class Theirs(Memory):
                 logits_to_keep=1,
                 **{self._cache_name: cache},
             )
-        return out.logits[0, -1]
+        return out.logits[0, -1].float()
 
     def prefill(self, ids: list[int]) -> float:
         """Seconds from a prompt to its KV in the cache."""
@@ -196,7 +210,8 @@ class Theirs(Memory):
         config = self._model.config
         size = (1, config.num_key_value_heads, length, config.head_dim)
         for layer in range(config.num_hidden_layers):
-            self._cache.update(self._torch.randn(size), self._torch.randn(size), layer)
+            keys, values = (self._torch.randn(size, dtype=self._model.dtype) for _ in range(2))
+            self._cache.update(keys, values, layer)
 
     def _choose(self, logits: Any) -> None:
         self._token = int(logits.argmax())

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -43,7 +44,7 @@ from kvdrive_jax.tiers.link import Links
 
 Array = np.ndarray[Any, Any]
 POSITIONS = 1 << 20
-WARM_UP = 2
+WARM_UP = 4
 """Steps of a run that are not timed."""
 
 
@@ -99,12 +100,8 @@ class Stack:
 
 
 class Session:
-    """A batch that is decoded as often as one likes, always from the end of its prompts; a context
-    manager.
-
-    Windows stay as the last run left them: what is compared with another run should come after a
-    run that is not counted.
-    """
+    """A batch that is decoded as often as one likes, always from the end of its prompts and with
+    windows as the prompts left them; a context manager."""
 
     def __init__(self, stack: Stack, config: KVDriveConfig, links: Links) -> None:
         start = time.perf_counter()
@@ -145,7 +142,28 @@ class Session:
         except BaseException:
             self.method.close()
             raise
+        self._first = self._windows()
         self.setup_s = time.perf_counter() - start
+
+    def _windows(self) -> tuple[Arrangement, Any] | None:
+        """A copy of windows and directories, and how they are cut."""
+        if not isinstance(self.method, KVDrive) or self.plan.resident:
+            return None
+        state = self.method._state
+        return self.method.arrangement, jax.tree.map(jnp.copy, (state.windows, state.directory))
+
+    def _rewind(self) -> None:
+        self._rows.length[:] = self._stack.contexts
+        if self._first is not None:
+            assert isinstance(self.method, KVDrive)
+            now, (first, kept) = self.method.arrangement, self._first
+            self.method.arrange(first)
+            state = self.method._state
+            windows, directories = jax.tree.map(jnp.copy, kept)
+            state.windows[:] = windows
+            for directory, copy in zip(state.directory, directories, strict=True):
+                directory[:] = copy
+            self.method.arrange(now)
 
     def arrange(self, micro_batch: int, cohorts: int) -> None:
         """Cut the batch anew. ValueError for what the method does not do."""
@@ -162,7 +180,7 @@ class Session:
         Raises RuntimeError when a session's KV is lost.
         """
         rows, batch = self._rows, len(self._rows.active)
-        rows.length[:] = self._stack.contexts
+        self._rewind()
         self._timeline.done = []
         times: list[float] = []
         outputs: list[Array] = []
@@ -233,7 +251,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budget", type=float, default=1 / 64, help="ratio, or tokens")
     made.add_argument("--window", type=float, default=2.0, metavar="X")
     made.add_argument("--index", default="moments")
-    made.add_argument("--steps", type=int, default=12)
+    made.add_argument("--steps", type=int, default=12, help=f"the first {WARM_UP} not timed")
     return made
 
 

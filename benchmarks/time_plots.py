@@ -42,6 +42,17 @@ def throughput(result: dict[str, Any], path: Path, title: str) -> None:
                     color=COLOURS[method],
                     label=LABELS.get(method, method),
                 )
+                cold = [
+                    row["batch"] for row in of if row["method"] == method and row.get("from_ssd")
+                ]
+                axes.plot(
+                    cold,
+                    [rates[batch] for batch in cold],
+                    "o",
+                    color=COLOURS[method],
+                    markerfacecolor="white",
+                    zorder=3,
+                )
                 missing = [batch for batch in batches if rates[batch] is None]
                 axes.plot(
                     missing,
@@ -58,7 +69,9 @@ def throughput(result: dict[str, Any], path: Path, title: str) -> None:
     for axes in grid[-1]:
         axes.set_xlabel("sessions")
     grid[0, 0].legend(fontsize=7)
-    figure.suptitle(f"PREDICTION, not measured: {title} (x: does not fit)", fontsize=11)
+    figure.suptitle(
+        f"PREDICTION, not measured: {title}\nhollow: partly from SSD; x: does not fit", fontsize=10
+    )
     _save(figure, path)
 
 

@@ -44,7 +44,7 @@ class Size:
     window: float = 2.0
 
 
-PROBED = (Size(context=5000), Size(context=14000), Size(context=5000, budget=1 / 20))
+PROBED = (Size(context=4000), Size(context=10000), Size(context=4000, budget=1 / 16))
 
 
 def configuration(size: Size, batch: int, **pipeline: Any) -> KVDriveConfig:
@@ -136,25 +136,27 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _calls(run: StackRun, name: str) -> float:
-    """Median seconds of one call of a stage, over layers, parts and steps."""
-    return _median(
-        [
-            span.end - span.start
-            for step in run.spans
-            for span in step.spans
-            if span.lane == "device" and span.name == name
-        ]
-    )
+    """Median seconds of one call of a stage, over layers, parts and steps. Not of the last layer,
+    whose end is noticed only when the step has ended, if there are others."""
+    spans = [
+        span
+        for step in run.spans
+        for span in step.spans
+        if span.lane == "device" and span.name == name
+    ]
+    last = max(span.layer for span in spans)
+    return _median([s.end - s.start for s in spans if s.layer < last or last == 0])
 
 
-def _ends(run: StackRun) -> tuple[float, float]:
-    """Median seconds before the first device span, and after the last of the layers."""
+def _ends(run: StackRun, compute: float) -> tuple[float, float]:
+    """Median seconds before the first device span, and after compute of the last layer, which takes
+    ``compute``."""
     begins, ends = [], []
     for step in run.spans:
         layers = [s for s in step.spans if s.lane == "device" and s.layer >= 0]
         begins.append(min(s.start for s in layers) - step.start)
-        ends.append(step.end - max(s.end for s in layers))
-    return _median(begins), _median(ends)
+        ends.append(step.end - max(s.start for s in layers) - compute)
+    return max(0.0, _median(begins)), max(0.0, _median(ends))
 
 
 def probe(
@@ -179,7 +181,7 @@ def probe(
                 rows = arrangement.micro_batch
                 taken = {"select": _calls(run, "select"), "compute": _calls(run, "compute")}
                 if rows == batch:
-                    taken["begin"], taken["end"] = _ends(run)
+                    taken["begin"], taken["end"] = _ends(run, taken["compute"])
                     lists.append(_between(run))
                 for name, value in taken.items():
                     found[name].append(
@@ -201,6 +203,7 @@ def probe(
                     for span in spans
                     if span.lane == "engine" and span.name.startswith("dispatch")
                 ]
+        print(f"probed {batch} sessions of {size.context:,} tokens", flush=True)
     nbytes, took = (np.array(column) for column in zip(*gathers, strict=True))
     per_byte, fixed = np.polyfit(nbytes, took, 1)
     dispatch = _median(handing)

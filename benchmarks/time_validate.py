@@ -44,7 +44,7 @@ def _each(*arrangements: tuple[int, int], links: tuple[float, ...] = (1.0,)) -> 
 
 GROUPS = (
     Group(
-        size=Size(context=8000),
+        size=Size(context=6000),
         batch=8,
         arrangements=(
             *_each((8, 1), (2, 1), (4, 2), links=(0.5, 1.0, 2.0)),
@@ -52,23 +52,23 @@ GROUPS = (
         ),
     ),
     Group(
-        size=Size(context=11000, window=1.0),
+        size=Size(context=8000, window=1.0),
         batch=4,
         arrangements=_each((4, 1), (2, 1), (1, 1), (2, 2), (1, 2)),
     ),
     Group(
-        size=Size(context=8000, budget=1 / 32),
+        size=Size(context=6000, budget=1 / 32),
         batch=4,
         arrangements=_each((4, 1), (2, 1), (2, 2)),
     ),
-    Group(size=Size(context=11000), batch=1, arrangements=_each((1, 1), links=(0.5, 1.0))),
+    Group(size=Size(context=8000), batch=1, arrangements=_each((1, 1), links=(0.5, 1.0))),
     Group(
-        size=Size(context=8000, window=0.0),
+        size=Size(context=6000, window=0.0),
         batch=3,
         arrangements=_each((3, 1), (1, 1), (2, 2)),
     ),
     Group(
-        size=Size(context=8000),
+        size=Size(context=6000),
         batch=4,
         arrangements=_each((4, 1), (2, 1)),
         schedule="speculative",

@@ -75,7 +75,7 @@ def stats_table(stats: dict[str, Any]) -> str:
 
 def _hits(stats: dict[str, Any], hit_rate: float) -> str:
     hits, misses = stats["timeline"]["hits"], stats["timeline"]["misses"]
-    counted = f": {hits:,} hits, {misses:,} misses" if hits + misses else ""
+    counted = f"; of these steps {hits:,} hits, {misses:,} misses" if hits + misses else ""
     return f"hit rate {100 * hit_rate:.1f} %{counted}"
 
 

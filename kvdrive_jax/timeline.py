@@ -31,7 +31,7 @@ READ_AHEAD = "read ahead"
 """Name of the spans of SSD->DRAM that no fetch waits for."""
 
 KEPT_SPANS = 400_000
-"""Most spans kept for a trace, some 70 MB of host memory and as many on disk."""
+"""Most spans kept for a trace, some 80 MB of host memory and as many on disk."""
 _TOGETHER = 4096
 _RANK: dict[Lane, int] = {
     "device": 0,

@@ -63,7 +63,7 @@ def test_decode_says_tokens_and_stages(whole):
     rows = {row["item"]: row for row in whole[1]["parts"]["decode"]["rows"]}
     staged = rows["decode, kvdrive, window x2, staged"]
     assert len(staged["tokens"]) > 0
-    assert set(staged["stage_s_per_step"]) >= {"select", "fetch", "compute"}
+    assert staged["work_s_per_step"]["compute"] > 0
     assert staged["hit_rate"] is not None
     assert rows["decode, full attention"]["tokens_per_s"] > 0
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.common import RESULTS
 from benchmarks.time_probe import Line, Point
 from kvdrive_jax.budgets import Budgets
 from kvdrive_jax.models.presets import LLAMA_3_8B_GRADIENT_1048K
@@ -21,7 +24,8 @@ from kvdrive_jax.plan.hardware import HARDWARE, Hardware, hardware, sustained
 from kvdrive_jax.plan.predict import best, compare, default_budgets, plan_case, predict
 from kvdrive_jax.plan.simulate import Cohort, MicroBatch, StepTimes, simulate
 from kvdrive_jax.plan.work import Case, full_attention, parameter_count
-from kvdrive_jax.window.hits import MEASURED, dram_hit_rate
+from kvdrive_jax.window.hits import MEASURED, HitRates, dram_hit_rate
+from kvdrive_jax.window.profile import Profile, ProfiledText, ProfileKey
 
 PART = MicroBatch(select=2.0, miss_list=0.5, gather=1.0, transfer=3.25, write=0.5)  # fetch: 4.25
 BATCH = Cohort(micro_batches=(PART,), compute=4.0)
@@ -295,7 +299,28 @@ def test_measured_hits_rise_with_window_and_budget() -> None:
         assert rates[0] == 0
         assert 0.6 < rates[1] < rates[-1] < 1
     assert MEASURED.rate(1 / 64, 2) < MEASURED.rate(1 / 32, 2) < MEASURED.rate(1 / 16, 2)
+    made = json.loads((RESULTS / "time_hits.json").read_text())
+    assert made["windows"] == list(MEASURED.multiples[1:])
+    for row, mean in zip(MEASURED.rates, made["mean"], strict=True):
+        assert row[1:] == pytest.approx(mean["hit_rates"], abs=1e-3)
     assert [dram_hit_rate(share) for share in (0, 0.125, 0.25, 1)] == [0, 0.35, 0.7, 1]
+
+
+def test_hits_of_a_profile() -> None:
+    profile = Profile(
+        key=ProfileKey(
+            digest="d", chunk_size=4, budget=64, index="moments", group_rule="mean",
+            eviction="smoothed",
+        ),
+        model="some",
+        multiples=(0.0, 1.0, 3.0),
+        hits=np.array([[[0.0, 8.0, 16.0], [0.0, 12.0, 16.0]]]),
+        selected=16.0,
+        texts=(ProfiledText(name="t", tokens=100, steps=3),),
+    )  # fmt: skip
+    found = HitRates.of_profile(profile)
+    assert [found.rate(0.01, window) for window in (0, 1, 2, 3, 9)] == [0, 0.625, 0.8125, 1, 1]
+    assert "some" in found.source
 
 
 def test_line_finds_what_made_its_points() -> None:

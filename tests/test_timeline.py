@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import defaultdict
@@ -12,9 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvdrive_jax import Engine, KVDriveConfig, PipelineConfig, RetrievalConfig, WindowConfig
+from kvdrive_jax.config import TierConfig
 from kvdrive_jax.telemetry import StageClock
 from kvdrive_jax.timeline import CAUSES, LANES, READ_AHEAD, Span, StepSums, Timeline
 from kvdrive_jax.timeline_file import events, write_timeline
+from tests.tiny import CharacterTokenizer, random_prompt, tiny_model
 
 TICK = 1 / 1024
 LANE = st.sampled_from(LANES)
@@ -96,11 +100,12 @@ def test_spans_of_one_thread_never_overlap_in_the_trace(drawn: list[Any]) -> Non
         if event["ph"] == "X":
             assert event["dur"] >= 0
             assert event["ts"] >= 0
-            by_thread[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+            start = int(event["ts"] * 1000)  # as a viewer reads it
+            by_thread[event["tid"]].append((start, start + int(event["dur"] * 1000)))
     assert sum(map(len, by_thread.values())) == len(steps) + sum(map(len, spans))
     for mine in by_thread.values():
-        for (_, before), (after, _) in zip(sorted(mine), sorted(mine)[1:], strict=False):
-            assert after >= before - 1e-6  # us, of numbers whose sum was rounded
+        for (_, before), (after, _) in itertools.pairwise(sorted(mine)):
+            assert after >= before
     named = {e["tid"]: e["args"]["name"] for e in written if e["name"] == "thread_name"}
     assert len(set(named.values())) == len(named)
     assert set(by_thread) <= set(named)
@@ -196,5 +201,48 @@ def test_the_trace_file_is_whole_or_not_there(tmp_path: Path) -> None:
     assert found["configuration"]["args"] == about
     assert found["select"]["args"] == {"layer": 0, "micro_batch": 0, "hits": 30, "misses": 10}
     assert found["transfer"]["args"] == {"layer": 0, "micro_batch": 0, "bytes": 300}
-    assert (found["compute"]["ts"], found["compute"]["dur"]) == (7e6, 3e6)
+    assert found["compute"]["ts"] == 7e6
+    assert found["compute"]["dur"] == pytest.approx(3e6)
     assert found["step 0"]["args"] == {"step": 0}
+
+
+def test_the_numbers_of_a_run_add_up(tmp_path: Path) -> None:
+    timeline = Timeline(keep=10**5)
+    config = KVDriveConfig(
+        batch_size=2,
+        retrieval=RetrievalConfig(budget=48, flush_tokens=16),
+        window=WindowConfig(multiple=1),
+        pipeline=PipelineConfig(micro_batch=1, cohorts=2, calibrate="off"),
+        tiers=TierConfig(ssd_dir=str(tmp_path), dram_budget=300_000, extent_bytes=4096, prefetch=2),
+    )
+    prompts = [random_prompt(n, seed=n) for n in (401, 233)]
+    with Engine(tiny_model(), CharacterTokenizer(), config) as engine:  # type: ignore[arg-type]
+        for _ in engine.stream_ids(prompts, max_new_tokens=9, ignore_eos=True, timeline=timeline):
+            pass
+        stats = engine.stats()
+    told, spans = stats["timeline"], timeline.spans()
+    assert (told["steps"], told["warm_up_steps"], len(timeline.steps)) == (7, 1, 8)
+    assert told["device_busy_s"] + sum(told["stall_s"].values()) == pytest.approx(told["wall_s"])
+    assert 0 < told["device_busy_s"] < told["wall_s"] < stats["decode_s"]
+    assert sum(stats["stage_s"].values()) == pytest.approx(stats["decode_s"])
+    layers, steps = 3, 8
+    per_step = {"select": layers * 2, "compute": layers * 2, "logits": 1}
+    device = [span for span in spans if span.lane == "device"]
+    for name, count in per_step.items():
+        assert sum(span.name == name for span in device) == count * steps
+    for before, after in itertools.pairwise(device):
+        assert before.end <= after.start  # the device does one thing at a time
+    moved = dict.fromkeys(stats["bytes"], 0)
+    for span in spans:
+        if span.lane == "DRAM->HBM":
+            moved["dram_to_hbm"] += span.nbytes
+        elif span.lane == "SSD->DRAM":
+            moved["ssd_to_dram"] += span.nbytes
+    for name in ("dram_to_hbm", "ssd_to_dram"):
+        assert moved[name] == stats["bytes"][name] > 0
+    rates = {session["hit_rate"] for session in stats["sessions"]} - {None}
+    hits, misses = (sum(max(0, getattr(s, name)) for s in spans) for name in ("hits", "misses"))
+    assert min(rates) <= hits / (hits + misses) <= max(rates)
+    assert any(span.name == READ_AHEAD for span in spans)
+    for span in spans:
+        assert span.start <= span.end

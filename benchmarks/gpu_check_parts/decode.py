@@ -33,6 +33,7 @@ from kvdrive_jax.pipeline.prefill import PromptLayer, prefill_layer
 from kvdrive_jax.plan import plan_batch
 from kvdrive_jax.shapes import prompt_capacity
 from kvdrive_jax.telemetry import Ledger, RowCounts, StageClock, Traffic
+from kvdrive_jax.timeline import Timeline
 
 TOY_MODEL = ModelConfig(
     architecture="llama",
@@ -208,13 +209,14 @@ def _decode(setup: Setup, row: Row, way: Way, made: dict[Way, list[int]]) -> Non
         attention_factor=jnp.asarray(np.array([factor], np.float32)),
         counts=[counts],
     )
-    clock = StageClock()
+    timeline = Timeline()
     tools = Tools(
         model=model,
         config=config,
         ledger=Ledger(hbm=setup.budgets.hbm, dram=setup.budgets.dram, ssd=setup.budgets.ssd),
         traffic=Traffic(),
-        clock=clock,
+        clock=StageClock(),
+        timeline=timeline,
     )
     start = time.perf_counter()
     method = METHODS[config.method](tools, plan, rows)
@@ -234,15 +236,16 @@ def _decode(setup: Setup, row: Row, way: Way, made: dict[Way, list[int]]) -> Non
         method.finish_prefill()
         row["absorb_s"] = time.perf_counter() - start
         tokens, times = [1], []
-        before: dict[str, float] = {}
         warm = 2
         for step in range(setup.steps + warm):
-            if step == warm:
-                before = {str(k): v for k, v in clock.snapshot().items()}
             began = time.perf_counter()
             logits = method.step(jnp.asarray(tokens[-1:], jnp.int32))
-            tokens.append(int(jnp.argmax(logits[0])))
-            times.append(time.perf_counter() - began)
+            drawn = jnp.argmax(logits[0])
+            method.after_step()
+            tokens.append(int(drawn))
+            ended = time.perf_counter()
+            times.append(ended - began)
+            timeline.end_step(began, ended, warm_up=step < warm)
             rows.length[0] += 1
         if not bool(jnp.isfinite(logits).all()):
             row.update(status="failed", why="the logits are not finite")
@@ -250,10 +253,9 @@ def _decode(setup: Setup, row: Row, way: Way, made: dict[Way, list[int]]) -> Non
         method.close()
     median = sorted(times[warm:])[setup.steps // 2]
     row.update(step_s=median, tokens_per_s=1 / median, hit_rate=counts.hit_rate)
-    row["stage_s_per_step"] = {
-        str(name): (value - before[str(name)]) / setup.steps
-        for name, value in clock.snapshot().items()
-    }
+    told = timeline.totals()
+    for name in ("work_s", "stall_s"):
+        row[f"{name}_per_step"] = {part: s / setup.steps for part, s in told[name].items()}
     row["tokens"] = tokens[1:]
     row["figure"] = f"{1 / median:.1f} tokens/s"
     made[way] = tokens[1:]

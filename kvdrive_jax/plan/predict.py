@@ -40,7 +40,7 @@ computes, and is dropped (FlexGen)."""
 FetchWay = Literal["staged", "direct"]
 """By the host, which gathers pages into staging, or by the device, from pinned memory."""
 
-WINDOWS = (8.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.0)
+WINDOWS = (4.0, 3.0, 2.0, 1.5, 1.0)
 """Window sizes that are tried, as multiples of the budget."""
 NEW_TOKENS = 128
 """Of the context, those that are generated, for what is planned."""
