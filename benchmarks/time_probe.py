@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.optimize import nnls
 
 from benchmarks.pipeline_cases import FREE
 from benchmarks.stack import Session, Stack
@@ -90,26 +91,19 @@ class Line:
 
     @classmethod
     def through(cls, points: Sequence[Point], *, by_chunks: bool) -> Line:
-        """Least squares of relative errors; nothing gets faster with more chunks."""
+        """Least squares of relative errors; nothing takes less for more rows or chunks."""
         rows = tuple(sorted({point.rows for point in points}))
-        for drop in ((), (0,), (1,), (0, 1)):
-            used = [i for i in ((0, 1) if by_chunks else (1,)) if i not in drop]
-            table = np.zeros((len(points), len(rows) + len(used)))
-            for line, point in zip(table, points, strict=True):
-                line[rows.index(point.rows)] = 1
-                per = (point.chunks, point.selected)
-                line[len(rows) :] = [point.rows * per[i] for i in used]
-            values = np.array([point.seconds for point in points])
-            found = np.linalg.lstsq(table / values[:, None], np.ones(len(values)), rcond=None)[0]
-            slopes = dict(zip(used, found[len(rows) :], strict=True))
-            if min(slopes.values(), default=0.0) >= 0:
-                break
-        base = tuple(found[: len(rows)].tolist())
+        table = np.zeros((len(points), len(rows) + 2))
+        for line, point in zip(table, points, strict=True):
+            line[: rows.index(point.rows) + 1] = 1  # what each size takes more than the one before
+            line[len(rows) :] = point.rows * point.chunks * by_chunks, point.rows * point.selected
+        values = np.array([point.seconds for point in points])
+        found = nnls(table / values[:, None], np.ones(len(values)))[0]
         return cls(
             rows=rows,
-            base=base,
-            per_chunk=float(slopes.get(0, 0.0)),
-            per_selected=float(slopes.get(1, 0.0)),
+            base=tuple(np.cumsum(found[: len(rows)]).tolist()),
+            per_chunk=float(found[-2]),
+            per_selected=float(found[-1]),
         )
 
 
