@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kv", choices=("real", "random"), default="real")
     made.add_argument("--budget", type=_budget, default=BUDGET, help="tokens, or a ratio below 1")
     made.add_argument("--window", type=float, default=2.0, metavar="X", help="times the budget")
-    made.add_argument("--steps", type=int, default=12, metavar="N", help="the first 4 not timed")
+    made.add_argument("--steps", type=int, default=9, metavar="N", help="the first 3 not timed")
     return made
 
 

@@ -146,7 +146,7 @@ def arranged(session: Session, arrangements: Sequence[Arrangement]) -> dict[str,
     """The same steps in each of these arrangements, all of which must compute the same (see
     `same_outputs`) and move bytes; keys are `name_of`."""
     runs = {}
-    for one in arrangements:
+    for one in session.possible(arrangements):
         session.arrange(one.micro_batch, one.cohorts)
         runs[name_of(one, session)] = session.run()
     differ = same_outputs(runs, session.dtype)

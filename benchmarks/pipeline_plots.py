@@ -12,7 +12,7 @@ LANES = ("device", "host gather", "DRAM->HBM", "SSD->DRAM")
 COLOURS = {
     "select": "tab:orange",
     "compute": "tab:blue",
-    "write": "tab:cyan",
+    "logits": "tab:grey",
     "gather": "tab:olive",
     "transfer": "tab:red",
 }
@@ -62,8 +62,10 @@ def fig10(result: dict[str, Any], path: Path) -> None:
         axis.set_title(f"{name}: {row['step_wall_ms']:.0f} ms", fontsize=10, loc="left")
     plt = _pyplot()
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    axes[0].legend(handles, list(COLOURS), ncols=len(COLOURS), fontsize=8, loc="upper right")
-    axes[-1].set_xlabel("milliseconds from the start of a decode step")
+    axes[-1].set_xlabel("milliseconds from the start of a decode step (paler: the second cohort)")
+    axes[-1].legend(
+        handles, list(COLOURS), ncols=len(COLOURS), loc="upper center", bbox_to_anchor=(0.5, -0.45)
+    )
     _save(figure, path)
 
 

@@ -44,7 +44,7 @@ from kvdrive_jax.tiers.link import Links
 
 Array = np.ndarray[Any, Any]
 POSITIONS = 1 << 20
-WARM_UP = 4
+WARM_UP = 3
 """Steps of a run that are not timed."""
 
 
@@ -170,6 +170,15 @@ class Session:
         assert isinstance(self.method, KVDrive)
         self.method.arrange(Arrangement(micro_batch, cohorts))
 
+    def possible(self, wanted: Sequence[Arrangement]) -> list[Arrangement]:
+        """Those of ``wanted`` that there is memory for; the others are named."""
+        assert isinstance(self.method, KVDrive)
+        known = self.method.arrangements()
+        for one in wanted:
+            if one not in known:
+                print(f"left out: {one}")
+        return [one for one in wanted if one in known]
+
     def _cohorts(self) -> int:
         return self.method.arrangement.cohorts if isinstance(self.method, KVDrive) else 1
 
@@ -195,7 +204,7 @@ class Session:
             outputs.append(np.asarray(logits, np.float32))
             end = time.perf_counter()
             times.append(end - start)
-            self._timeline.end_step(start, end)
+            self._timeline.take(start, end)
             rows.length += 1
             if self.method.failed:
                 raise RuntimeError(f"KV was lost: {self.method.failed}")

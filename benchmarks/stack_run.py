@@ -62,8 +62,8 @@ class KeptTimeline(Timeline):
         one = Span(lane, name, start, end, layer, micro_batch, cohort, nbytes, hits, misses)
         self._kept.append(one)
 
-    def end_step(self, start: float, end: float, steps: int = 1) -> None:
-        """See `Timeline`."""
+    def take(self, start: float, end: float) -> None:
+        """A step from ``start`` to ``end`` is over: it has the spans since the last."""
         self.done.append(StepSpans(start=start, end=end, spans=tuple(self._kept)))
         self._kept = []
 

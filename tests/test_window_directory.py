@@ -314,3 +314,9 @@ def test_warm_windows_hold_the_best_and_the_least_of_them_goes_first() -> None:
     directory, where, _ = place(directory, ids, eviction.lru(directory, jnp.zeros((1, 2, 5))))
     assert np.asarray(where).tolist() == [[[0], [0]]]
     check_maps(directory)
+
+
+def test_the_types_of_a_directory_are_those_after_a_step() -> None:
+    """Weak types would compile every stage that takes one twice."""
+    directory = directories.empty_directory(1, 2, 9, 3, 3, smooths=True)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(directory))

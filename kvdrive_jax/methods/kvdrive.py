@@ -103,12 +103,13 @@ class KVDrive(BatchMethod):
 
     def _first_arrangement(self) -> Arrangement:
         """What is fixed; else two micro-batches, so that one is selected while the other's pages
-        come."""
+        come, unless a session would be alone in one: products of one row are rounded otherwise."""
         batch, pipeline = self.plan.shape.batch, self.tools.config.pipeline
         if self._whole:
             return Arrangement(batch)
         cohorts = min(pipeline.cohorts or 1, batch)
-        half = -(-batch // cohorts // 2) or 1
+        size = -(-batch // cohorts)
+        half = -(-size // 2) if batch // cohorts >= 4 else size
         return Arrangement(min(pipeline.micro_batch or half, batch), cohorts)
 
     @property

@@ -7,6 +7,7 @@ arrays of exactly the rows it works on, so that nothing is sliced or copied betw
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -169,12 +170,14 @@ class BatchState:
 def recut(states: Sequence[Any], cuts: Sequence[tuple[int, int]]) -> list[Any]:
     """States of consecutive rows as states of the rows first to last - 1 of each cut: fresh
     arrays [rows, ...]."""
-    whole = (
-        states[0] if len(states) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *states)
-    )
-    if len(cuts) == 1:
-        return [whole]
-    return [jax.tree.map(lambda x, low=low, high=high: x[low:high], whole) for low, high in cuts]
+    made: list[Any] = _recut(tuple(states), tuple(cuts))
+    return made
+
+
+@partial(jax.jit, static_argnames="cuts")
+def _recut(states: tuple[Any, ...], cuts: tuple[tuple[int, int], ...]) -> list[Any]:
+    whole = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *states)
+    return [jax.tree.map(lambda array, at=slice(*cut): array[at], whole) for cut in cuts]
 
 
 def _recut_directories(

@@ -42,7 +42,7 @@ def empty_history(batch: int, kv_heads: int, slots: int, chunk_capacity: int) ->
         entered=jnp.full(shape, NEVER, jnp.int32),
         used=jnp.full(shape, NEVER, jnp.int32),
         uses=jnp.zeros(shape, jnp.int32),
-        standing=jnp.full((batch, kv_heads, chunk_capacity), -jnp.inf),
+        standing=jnp.full((batch, kv_heads, chunk_capacity), -jnp.inf, jnp.float32),
         step=jnp.zeros((), jnp.int32),
     )
 
