@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 FEWEST_STEPS: Final = 16
 """With fewer new tokens nothing is measured."""
+MEASURING_S: Final = 3.0
+"""Once measuring windows has taken so long, other shapes of the same engine go by the defaults."""
 ACCOUNT: Final = "calibration"
 
 
@@ -140,7 +142,7 @@ class Calibrator:
         assert self._store is not None
         key = self._key(batch, shape.chunk_capacity, shape.selected, "auto")
         costs = self._store.get(key)
-        if costs is None and max_new_tokens >= FEWEST_STEPS:
+        if costs is None and max_new_tokens >= FEWEST_STEPS and self.spent_s < MEASURING_S:
             costs = self._measure(case, largest, ledger)
             if costs is not None:
                 self._store.put(key, costs)

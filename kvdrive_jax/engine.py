@@ -23,7 +23,7 @@ from kvdrive_jax.checks import check_config, check_length
 from kvdrive_jax.config import KVDriveConfig, format_size
 from kvdrive_jax.methods.base import Tools
 from kvdrive_jax.models.model import Model
-from kvdrive_jax.models.packing import pack_model
+from kvdrive_jax.models.packing import held, pack_model
 from kvdrive_jax.models.rope import inverse_frequencies
 from kvdrive_jax.models.tokenizer import Tokenizer
 from kvdrive_jax.models.weights import describe_pretrained, load_pretrained
@@ -104,10 +104,14 @@ class Engine:
         known = describe_pretrained(model, config.dtype, context_length=config.context_length)
         check_config(config, known.config, known.dtype)
         check_calibrate(config)
-        weights = known.parameters * known.dtype.itemsize
+        parameters, _ = held(
+            known.config, known.dtype, known.parameters, known.digest, config.weights_dtype
+        )
+        weights = parameters * known.dtype.itemsize
         if weights > budgets.hbm:
+            kind = known.dtype.name if config.weights_dtype == "model" else config.weights_dtype
             raise BudgetError(
-                f"the weights of {model} take {weights:,} bytes in {known.dtype.name}, the HBM "
+                f"the weights of {model} take {weights:,} bytes in {kind}, the HBM "
                 f"budget is {budgets.hbm:,}: raise --hbm-budget, or give a smaller --dtype"
             )
         start = time.perf_counter()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvdrive_jax.budgets import resolve_budgets
 from kvdrive_jax.checks import check_config
 from kvdrive_jax.config import KVDriveConfig
+from kvdrive_jax.models.packing import held
 from kvdrive_jax.models.weights import describe_pretrained
 from kvdrive_jax.plan import plan_batch
 
@@ -43,6 +44,9 @@ def find_limits(
     Raises ValueError as ``plan_for`` does.
     """
     known = describe_pretrained(model, config.dtype, context_length=config.context_length)
+    parameters, digest = held(
+        known.config, known.dtype, known.parameters, known.digest, config.weights_dtype
+    )
     context = check_config(config, known.config, known.dtype)
     budgets = resolve_budgets(config.tiers)
 
@@ -51,12 +55,12 @@ def find_limits(
             plan = plan_batch(
                 known.config,
                 known.dtype,
-                known.parameters,
+                parameters,
                 config,
                 lengths,
                 max_new_tokens,
                 budgets=budgets,
-                digest=known.digest,
+                digest=digest,
             )
         except ValueError:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,8 @@ from kvdrive_jax.methods.kvdrive import KVDrive
 from kvdrive_jax.pipeline.parts import Arrangement, Cohort, MicroBatch, candidates, cut
 from kvdrive_jax.pipeline.scheduler import run_layers
 from kvdrive_jax.tiers.link import Link, Links
+from kvdrive_jax.tiers.pages import PageError
+from kvdrive_jax.tiers.session_pages import SessionPages
 from tests.tiny import CharacterTokenizer, compiles, random_prompt, tiny_model
 
 MODEL = tiny_model()
@@ -244,16 +247,73 @@ def test_speculation_has_no_estimate() -> None:
         )
 
 
+def test_speculation_has_windows() -> None:
+    with pytest.raises(ValueError, match="window must be above 0 everywhere with schedule specul"):
+        decode(PipelineConfig(schedule="speculative"), window=0)
+
+
+def test_sessions_that_fail_together_all_end() -> None:
+    """Two of a micro-batch lose their pages in one gather; the third goes on as ever."""
+    real, asked = SessionPages.gather, [0, 0, 0]
+
+    def gather(self: SessionPages, layer: int, head: Any, chunk: Any, target: Any) -> Any:
+        row = int(self.name)
+        asked[row] += layer == 0
+        if row != 1 and asked[row] >= 4:
+            target[:] = 0
+            raise PageError("lost", session=self.name, layer=layer)
+        return real(self, layer, head, chunk, target)
+
+    prompts = [*RAGGED[::2], RAGGED[0]]
+    whole, _ = decode(PipelineConfig(), prompts=prompts)
+    config = KVDriveConfig(
+        batch_size=3,
+        retrieval=RetrievalConfig(budget=48, flush_tokens=16),
+        window=WindowConfig(multiple=1),
+    )
+    with (
+        patch.object(SessionPages, "gather", gather),
+        Engine(MODEL, TOKENIZER, config) as engine,
+    ):
+        ended = {
+            event.session: event.generation
+            for event in engine.stream_ids(prompts, max_new_tokens=NEW, ignore_eos=True)
+            if event.generation is not None
+        }
+    assert [ended[row].finish_reason for row in range(3)] == ["error", "length", "error"]
+    assert ended[1].token_ids == whole[1]
+
+
+def test_a_fetch_that_cannot_be_submitted_leaves_nothing_waiting() -> None:
+    """As when Ctrl-C comes at that moment: closing must not wait for it."""
+    real, calls = ThreadPoolExecutor.submit, [0]
+
+    def submit(self: Any, *args: Any, **more: Any) -> Any:
+        if self._thread_name_prefix == "kvdrive-fetch":
+            calls[0] += 1
+            if calls[0] == 3:
+                raise KeyboardInterrupt
+        return real(self, *args, **more)
+
+    with (
+        patch.object(ThreadPoolExecutor, "submit", submit),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        decode(PipelineConfig(micro_batch=2))
+
+
 def test_callbacks_of_a_closed_batch_are_dropped() -> None:
     from kvdrive_jax.pipeline.miss_lists import Bell, Callbacks, _deliver
 
     lists = Callbacks(Bell())
-    ticket, missing = lists.ticket(3), np.arange(4).reshape(2, 1, 1, 2)
+    ticket, missing = lists.ticket(3, 1), np.arange(4).reshape(2, 1, 1, 2)
     _deliver(ticket, missing)
-    arrived = lists.arrived(3, None)  # type: ignore[arg-type]
+    lists.ticket(3, 0)
+    assert lists.arrived(3, 0, None) is None  # type: ignore[arg-type]
+    arrived = lists.arrived(3, 1, None)  # type: ignore[arg-type]
     assert arrived is not None
     assert (arrived == missing).all()
-    assert lists.arrived(3, None) is None  # type: ignore[arg-type]
+    assert lists.arrived(3, 1, None) is None  # type: ignore[arg-type]
     lists.close()
     _deliver(ticket, missing)
-    assert lists.arrived(3, None) is None  # type: ignore[arg-type]
+    assert lists.arrived(3, 1, None) is None  # type: ignore[arg-type]

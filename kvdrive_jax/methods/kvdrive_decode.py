@@ -93,7 +93,6 @@ class TieredStages:
         self._tools, self._spec, self._state, self._tiers = tools, spec, state, tiers
         self._bell = bell
         self._lists: MissLists = miss_lists(tools.config.pipeline.miss_list, bell)
-        self._tickets: list[jax.Array | None] = []
         self._steps: dict[tuple[int, int], Step] = {}
         self._tokens: list[list[tuple[jax.Array, jax.Array]]] = []
         self._ranked: list[dict[int, Ranked | None]] = []
@@ -107,7 +106,6 @@ class TieredStages:
     def arrange(self) -> None:
         """The state was cut anew."""
         parts = [part for cohort in self._state.cohorts for part in cohort.micro_batches]
-        self._tickets = [self._lists.ticket(part.number) for part in parts]
         # With a single micro-batch there is nothing that a worker's fetch could run beside.
         self._inline = len(parts) == 1 and not self._spec.speculative
 
@@ -174,7 +172,7 @@ class TieredStages:
             self._steps[part.first, part.last],
             self._state.index[part.number][layer],
             directories[layer],
-            self._tickets[part.number],
+            self._lists.ticket(part.number, layer),
         )
         if self._spec.ranked:
             self._ranked[layer][part.number] = selected.ranked
@@ -200,7 +198,7 @@ class TieredStages:
         moved = False
         window = self._state.windows[fetch.part.cohort]
         if not fetch.here:
-            missing = self._lists.arrived(fetch.part.number, fetch.selected.missing)
+            missing = self._lists.arrived(fetch.part.number, fetch.layer, fetch.selected.missing)
             if missing is None:
                 return False
             moved = fetch.here = True

@@ -254,8 +254,8 @@ class BatchTiers:
         self._store.submit(sessions, ranked, job)
 
     def _note(self, failure: PageError | None) -> None:
-        if failure is not None:
-            self._failed[int(failure.session)] = str(failure)
+        for error in () if failure is None else failure.each:
+            self._failed[int(error.session)] = str(error)
 
     def pages(self, row: int, layer: int, n_chunks: int) -> Array:
         """The first chunks of a session's layer, [K, n, *dram_shape]; PageError when they cannot

@@ -58,6 +58,12 @@ class Packed:
 
 
 @jax.jit
+def packed_nbytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a weight [in, out] as int8 with its scales."""
+    inputs, outputs = shape
+    return -(-inputs // BLOCK) * (BLOCK + 4) * outputs
+
+
 def pack(weight: jax.Array) -> Packed:
     """A weight [in, out] as int8: off by at most 1/254 of the largest of its block."""
     inputs, outputs = weight.shape

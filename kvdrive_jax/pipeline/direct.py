@@ -210,6 +210,8 @@ class DirectFetcher:
         if left is None:
             return window, failure
         window, unread = self._staged.fetch(layer, sessions, np.asarray(left), window, counts)
+        if failure is not None and unread is not None and unread is not failure:
+            failure.others = unread.each
         return window, failure or unread
 
     def settle(self) -> None:

@@ -1,17 +1,15 @@
 """Fetch: missing pages from the store, through staging, into their slots (the staged way).
 
 Of one micro-batch. `gather` fills a staging buffer and may run on a worker: NumPy only. `write`
-belongs to the engine's thread and puts the pages into their slots. A buffer is lent to one fetch
-until another needs it: a miss list that has arrived proves that the pages of the layer before (with
-two buffers: of the one before that) are in their slots. Padding of a transfer is never copied by
+belongs to the engine's thread and puts the pages into their slots. A buffer is used again as it is:
+a miss list that has arrived proves that the pages of the layer before (with two buffers: of the one
+before that) are in their slots. Padding of a transfer is never copied by
 the host.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +22,7 @@ from kvdrive_jax.pipeline.stages import write_stage
 from kvdrive_jax.telemetry import Ledger, RowCounts, Traffic
 from kvdrive_jax.tiers.link import Link
 from kvdrive_jax.tiers.pages import PageError, PageGeometry
-from kvdrive_jax.tiers.staging import Staging, StagingRing
+from kvdrive_jax.tiers.staging import StagingRing
 from kvdrive_jax.tiers.store import PageStore, SessionPages
 from kvdrive_jax.timeline import Timeline
 
@@ -94,9 +92,7 @@ class Fetcher:
         self._timeline = timeline or Timeline()
         self._sizes = transfer_sizes(most)
         self._ring = StagingRing(buffers, most, geometry, ledger, name=name)
-        self._buffers = buffers
-        self._lent: deque[Staging] = deque()
-        self._lock = threading.Lock()
+        self._staging = [self._ring.acquire() for _ in range(buffers)]
 
     def compile(self, window: jax.Array) -> jax.Array:
         """Compile the write of every transfer size now, not when a step first needs it.
@@ -131,12 +127,8 @@ class Fetcher:
         owner = at // missing.shape[-1]
         row, head = owner // kv_heads, owner % kv_heads
         size = next(size for size in self._sizes if size >= at.size)
-        with self._lock:
-            if len(self._lent) == self._buffers:
-                self._ring.release(self._lent.popleft())
-            staging = self._ring.acquire()
-            self._lent.append(staging)
-        pages = staging.buffer[:size]
+        # By layer, not by who comes first: two layers that are gathered together have two buffers.
+        pages = self._staging[layer % len(self._staging)].buffer[:size]
         failure = self._read(layer, sessions, row, head, chunks[at], pages)
         target = np.full(size, batch * rows, np.int32)
         target[: at.size] = (self._first + row) * rows + slots[at]

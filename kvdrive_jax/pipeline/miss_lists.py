@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import threading
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -46,15 +45,16 @@ class Bell:
 class MissLists(Protocol):
     """One way for the miss lists of a batch's micro-batches."""
 
-    def ticket(self, micro_batch: int) -> jax.Array | None:
-        """What select is given for a micro-batch, once for all steps."""
+    def ticket(self, micro_batch: int, layer: int) -> jax.Array | None:
+        """What select is given for a micro-batch; two layers may be selected together, so the
+        layer is told apart from the next."""
         ...
 
     def start(self, missing: jax.Array) -> None:
         """Select has been dispatched; ``missing`` [2, B, K, P] is its miss list."""
         ...
 
-    def arrived(self, micro_batch: int, missing: jax.Array) -> Ids | None:
+    def arrived(self, micro_batch: int, layer: int, missing: jax.Array) -> Ids | None:
         """The list, or None as long as it is not there."""
         ...
 
@@ -66,7 +66,7 @@ class MissLists(Protocol):
 class Copies:
     """Lists that are copied to the host and polled."""
 
-    def ticket(self, micro_batch: int) -> None:
+    def ticket(self, micro_batch: int, layer: int) -> None:
         """Nothing: the way asks nothing of select."""
         return
 
@@ -74,7 +74,7 @@ class Copies:
         """The copy goes on its way."""
         missing.copy_to_host_async()
 
-    def arrived(self, micro_batch: int, missing: jax.Array) -> Ids | None:
+    def arrived(self, micro_batch: int, layer: int, missing: jax.Array) -> Ids | None:
         """The list, once it is computed."""
         return np.asarray(missing) if compat.is_ready(missing) else None
 
@@ -84,7 +84,8 @@ class Copies:
 
 _INBOXES: dict[int, Callbacks] = {}
 _NUMBERS = itertools.count(1)
-_MICRO_BATCHES = 1 << 12
+_TICKETS = 1 << 12
+"""Of one batch: two for each micro-batch."""
 
 
 class Callbacks:
@@ -93,29 +94,32 @@ class Callbacks:
     def __init__(self, bell: Bell) -> None:
         self._bell = bell
         self._lists: dict[int, queue.SimpleQueue[Ids]] = {}
-        self._lock = threading.Lock()
+        self._tickets: dict[int, jax.Array] = {}
         # Tickets are int32.
-        self._number = next(_NUMBERS) % (2**31 // _MICRO_BATCHES)
+        self._number = next(_NUMBERS) % (2**31 // _TICKETS)
         _INBOXES[self._number] = self
 
-    def ticket(self, micro_batch: int) -> jax.Array:
+    def ticket(self, micro_batch: int, layer: int) -> jax.Array:
         """Says whose list it is."""
-        self._lists.setdefault(micro_batch, queue.SimpleQueue())
-        return jnp.int32(self._number * _MICRO_BATCHES + micro_batch)
+        at = 2 * micro_batch + layer % 2
+        if at not in self._tickets:
+            self._lists[at] = queue.SimpleQueue()
+            self._tickets[at] = jnp.int32(self._number * _TICKETS + at)
+        return self._tickets[at]
 
     def start(self, missing: jax.Array) -> None:
         """It comes by itself."""
 
-    def arrived(self, micro_batch: int, missing: jax.Array) -> Ids | None:
-        """The oldest list of the micro-batch that nobody has taken."""
+    def arrived(self, micro_batch: int, layer: int, missing: jax.Array) -> Ids | None:
+        """The list, once it has been handed over."""
         try:
-            return self._lists[micro_batch].get_nowait()
+            return self._lists[2 * micro_batch + layer % 2].get_nowait()
         except queue.Empty:
             return None
 
-    def put(self, micro_batch: int, missing: Ids) -> None:
+    def put(self, at: int, missing: Ids) -> None:
         """Called by the callback, on a thread of the backend's."""
-        self._lists[micro_batch].put(missing)
+        self._lists[at].put(missing)
         self._bell.ring()
 
     def close(self) -> None:
@@ -130,11 +134,11 @@ def miss_lists(way: MissListWay, bell: Bell) -> MissLists:
 
 def _deliver(ticket: Any, missing: Any) -> None:
     # A batch that was given up no longer has an inbox.
-    number, micro_batch = divmod(int(np.asarray(ticket)), _MICRO_BATCHES)
+    number, at = divmod(int(np.asarray(ticket)), _TICKETS)
     inbox = _INBOXES.get(number)
     if inbox is not None:
         # A copy: what is handed over is the backend's again when this returns.
-        inbox.put(micro_batch, np.asarray(missing).copy())
+        inbox.put(at, np.asarray(missing).copy())
 
 
 def _deliver_buffers(_: Any, done: Any, ticket: Any, missing: Any) -> None:

@@ -26,6 +26,8 @@ from kvdrive_jax.window.hits import MEASURED, HitRates
 from kvdrive_jax.window.profile import read_profile
 
 USAGE = 2
+FEWEST_TOKENS = 256
+"""Of a context: with less there is hardly anything to select."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,6 +85,16 @@ def _case(options: argparse.Namespace, machine: Hardware) -> Case:
     if not budget > 0:
         raise ValueError(f"budget must be above 0, got {options.budget}")
     tokens = math.ceil(budget * context) if budget < 1 else int(budget)
+    if context < FEWEST_TOKENS:
+        raise ValueError(f"context must be at least {FEWEST_TOKENS} tokens, got {context}")
+    for name in ("batch", "micro_batch", "cohorts"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= max(1, options.batch):
+            raise ValueError(f"{name} must be from 1 to the batch of {options.batch}, got {value}")
+    if options.window is not None and not (options.window == 0 or options.window >= 1):
+        raise ValueError(f"window must be 0, or at least 1 budget, got {options.window:g}")
+    if options.schedule == "speculative" and options.window == 0:
+        raise ValueError("window must be above 0 with schedule speculative, got 0")
     case = Case(
         model=model_named(options.model),
         context=context,
@@ -97,15 +109,19 @@ def _case(options: argparse.Namespace, machine: Hardware) -> Case:
     return case
 
 
+def _size(options: argparse.Namespace, name: str) -> int:
+    return parse_size(getattr(options, name), name)
+
+
 def report(options: argparse.Namespace) -> str:
     """Everything there is to say; ValueError for options that cannot be."""
     machine = _hardware(options.hardware)
     case = _case(options, machine)
     usual = default_budgets(machine)
     budgets = Budgets(
-        hbm=usual.hbm if options.hbm_budget is None else parse_size(options.hbm_budget),
-        dram=usual.dram if options.dram_budget is None else parse_size(options.dram_budget),
-        ssd=parse_size(options.ssd_budget),
+        hbm=usual.hbm if options.hbm_budget is None else _size(options, "hbm_budget"),
+        dram=usual.dram if options.dram_budget is None else _size(options, "dram_budget"),
+        ssd=_size(options, "ssd_budget"),
     )
     hits: HitRates | None = MEASURED
     if options.profile is not None:
@@ -146,8 +162,10 @@ def chosen(
     sequential = options.schedule == "sequential"
     arrangements = None
     if sequential or options.micro_batch is not None or options.cohorts is not None:
-        size = case.batch if options.micro_batch is None else options.micro_batch
-        arrangements = [Arrangement(size, options.cohorts or 1)]
+        cohorts = 1 if options.cohorts is None else options.cohorts
+        of_cohort = -(-case.batch // cohorts)
+        size = of_cohort if options.micro_batch is None else options.micro_batch
+        arrangements = [Arrangement(min(size, of_cohort), cohorts)]
     return best(
         case,
         machine,

@@ -19,6 +19,7 @@ from kvdrive_jax.checks import check_config, check_length, cluster_form, index_f
 from kvdrive_jax.config import KVDriveConfig, TierConfig, format_size
 from kvdrive_jax.index.rest import Retrieval
 from kvdrive_jax.models.config import ModelConfig
+from kvdrive_jax.models.packing import held
 from kvdrive_jax.models.weights import describe_pretrained
 from kvdrive_jax.pipeline.fetcher import staging_buffers
 from kvdrive_jax.pipeline.prefill import prefill_bytes
@@ -232,20 +233,23 @@ def plan_for(
     context length.
     """
     known = describe_pretrained(model, config.dtype, context_length=config.context_length)
+    parameters, digest = held(
+        known.config, known.dtype, known.parameters, known.digest, config.weights_dtype
+    )
     budgets = resolve_budgets(config.tiers)
-    calibrator = Calibrator(config, known.config, known.dtype, known.digest, budgets)
+    calibrator = Calibrator(config, known.config, known.dtype, digest, budgets)
     context = check_config(config, known.config, known.dtype)
     for number, tokens in enumerate(prompt_tokens):
         check_length(number, tokens, max_new_tokens, context)
     return plan_batch(
         known.config,
         known.dtype,
-        known.parameters,
+        parameters,
         config,
         prompt_tokens,
         max_new_tokens,
         budgets=budgets,
-        digest=known.digest,
+        digest=digest,
         most_window=calibrator.most_window(len(prompt_tokens), max_new_tokens),
     )
 
@@ -322,6 +326,11 @@ def _plan_kvdrive(
         eviction=config.window.eviction,
     )
     layout, how = choose_layout(config.window, sizes, key, hbm, budgets.hbm, most_window)
+    if config.pipeline.schedule == "speculative" and layout is not None and not layout.keeps.all():
+        raise ValueError(
+            "window must be above 0 everywhere with schedule speculative: two layers are fetched "
+            f"together, and windows of size 0 share one place; got {how}"
+        )
     resident = layout is None
     lines = lines_for(layout)
     sessions: list[SessionPlan] = []

@@ -23,7 +23,8 @@ ALIGNMENT = 64
 class PageError(RuntimeError):
     """Pages could not be written, read or verified; says which.
 
-    Attributes: session, layer, head, extent, path; None where the fault is not that narrow.
+    Attributes: session, layer, head, extent, path; None where the fault is not that narrow;
+    others: of other sessions, where pages of several were asked for.
     """
 
     def __init__(
@@ -50,6 +51,12 @@ class PageError(RuntimeError):
         self.head = head
         self.extent = extent
         self.path = path
+        self.others: tuple[PageError, ...] = ()
+
+    @property
+    def each(self) -> tuple[PageError, ...]:
+        """This one and the others, one for each session."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, kw_only=True)

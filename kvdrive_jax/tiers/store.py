@@ -199,7 +199,8 @@ class PageStore:
             out: [>= M, *dram_shape], C-contiguous, of ``dram_dtype``.
 
         Raises ValueError for ids that are not stored, PageError when pages cannot be read or the
-        session failed earlier; ``out`` then still holds the pages of all other sessions.
+        session failed earlier, with ``others`` where several did; ``out`` then still holds the
+        pages of all other sessions.
         """
         m = len(chunk)
         if m == 0:
@@ -213,7 +214,7 @@ class PageStore:
         ordered = bool((row[1:] >= row[:-1]).all())
         edges = np.searchsorted(row, np.arange(len(rows) + 1)).tolist() if ordered else []
         counts: list[FetchCount] = []
-        failure: PageError | None = None
+        failures: list[PageError] = []
         for i, session in enumerate(rows):
             mine: Any = slice(edges[i], edges[i + 1]) if ordered else np.flatnonzero(row == i)
             heads, chunks = head[mine], chunk[mine]
@@ -223,12 +224,13 @@ class PageStore:
             try:
                 counts.append(session.gather(layer, heads, chunks, block))
             except PageError as error:
-                failure = failure or error
+                failures.append(error)
                 continue
             if not ordered:
                 target[mine] = block
-        if failure is not None:
-            raise failure
+        if failures:
+            failures[0].others = tuple(failures[1:])
+            raise failures[0]
         dram, ssd, read = (sum(column) for column in zip(*counts, strict=True))
         return FetchCount(dram, ssd, read)
 
@@ -276,7 +278,13 @@ class PageStore:
             except BaseException as error:
                 done.set_exception(error)
 
-        self._fetchers.submit(run)
+        try:
+            self._fetchers.submit(run)
+        except BaseException as error:
+            # Whoever closes the sessions waits for it.
+            if not done.done():
+                done.set_exception(error)
+            raise
 
     def submit_fetch(
         self,
