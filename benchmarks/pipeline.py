@@ -77,6 +77,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _given(options: argparse.Namespace) -> list[str]:
+    """Options that are not the defaults, as they are typed."""
+    given = []
+    for name, value in vars(options).items():
+        if name in ("figure", "output") or value == parser().get_default(name):
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        given += [f"--{name}", text]
+    return given
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the figures asked for; 0."""
     options = parser().parse_args(argv)
@@ -93,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = options.output / f"pipeline_{name}.json"
         result = {
             "environment": before,
-            "command": f"python -m benchmarks.pipeline {name}",
+            "command": " ".join(["python -m benchmarks.pipeline", name, *_given(options)]),
             "machine": machine.to_dict(),
             "steps": options.steps,
             "seconds": time.perf_counter() - start,
