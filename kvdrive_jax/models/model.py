@@ -125,7 +125,7 @@ class Model:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(leaf.nbytes for leaves in (self.ends, *self.layers) for leaf in leaves)
+        return sum(_nbytes(leaf) for leaves in (self.ends, *self.layers) for leaf in leaves)
 
     def merge_layer(self, leaves: Leaves) -> DecoderLayer:
         """A layer from its leaves, inside a compiled function."""
@@ -134,6 +134,11 @@ class Model:
     def merge_ends(self, leaves: Leaves) -> Ends:
         """Embedding, final norm and head from their leaves, inside a compiled function."""
         return self.static.merge_ends(leaves)
+
+
+def _nbytes(leaf: Any) -> int:
+    abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+    return int(leaf.size * leaf.dtype.itemsize if abstract else leaf.nbytes)
 
 
 def define(config: ModelConfig, dtype: Any) -> tuple[ModelDef, Leaves, Leaves]:
