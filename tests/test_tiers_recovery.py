@@ -1,7 +1,8 @@
 """The store under random load, on failing disks and after killed processes; nothing is left."""
 
-from __future__ import gc
+from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
