@@ -430,8 +430,8 @@ class KVDriveConfig:
     )
     weights_dtype: WeightsName = _option(
         "model",
-        "of matrices: the dtype above, or int8 in blocks of 32, which CPUs decode faster with and "
-        "which changes answers a little",
+        "of matrices: the dtype above, or int8 in blocks of 32 (CPU only), which take half of the "
+        "memory, are no faster yet, and change answers a little",
     )
     context_length: int | None = _option(
         None, "longest prompt plus new tokens (default: the model's maximum)"
