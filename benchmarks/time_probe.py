@@ -32,8 +32,8 @@ from kvdrive_jax.telemetry import host_memory_bytes
 from kvdrive_jax.tiers.link import Link, Links
 
 Array = np.ndarray[Any, Any]
-PROBED_ROWS = {6: (Arrangement(6), Arrangement(3, 2)), 2: (Arrangement(2), Arrangement(1, 2))}
-"""Batches, and how they are cut: stages of 6, 3, 2 and 1 sessions."""
+PROBED_ROWS = {8: (Arrangement(8), Arrangement(4, 2)), 2: (Arrangement(2), Arrangement(1, 2))}
+"""Batches, and how they are cut: stages of 8, 4, 2 and 1 sessions."""
 
 
 @dataclass(frozen=True, kw_only=True)
