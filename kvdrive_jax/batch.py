@@ -282,7 +282,7 @@ class _Batch:
             logits = self._step()
         self._logits = logits
         if self.sessions[0].max_new_tokens == 0:
-            yield [self._end(row, "length") for row in self._active()]
+            yield self._end_failed() + [self._end(row, "length") for row in self._active()]
             return
         for tokens, finite in self._draws(sampling):
             yield self._end_failed() + self._accept(tokens, finite)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvdrive_jax import Engine, KVDriveConfig, PipelineConfig, RetrievalConfig, WindowConfig
 from kvdrive_jax.methods.kvdrive import KVDrive
+from kvdrive_jax.methods.kvdrive_tiers import BatchTiers
 from kvdrive_jax.pipeline.parts import Arrangement, Cohort, MicroBatch, candidates, cut
 from kvdrive_jax.pipeline.scheduler import run_layers
 from kvdrive_jax.tiers.link import Link, Links
@@ -282,6 +283,22 @@ def test_sessions_that_fail_together_all_end() -> None:
         }
     assert [ended[row].finish_reason for row in range(3)] == ["error", "length", "error"]
     assert ended[1].token_ids == whole[1]
+
+
+def test_what_prefill_lost_is_an_error_where_nothing_is_generated() -> None:
+    def wait(self: BatchTiers) -> None:
+        self._failed[1] = "lost"
+
+    config = KVDriveConfig(
+        batch_size=3,
+        retrieval=RetrievalConfig(budget=48, flush_tokens=16),
+        window=WindowConfig(multiple=1),
+    )
+    with patch.object(BatchTiers, "wait", wait), Engine(MODEL, TOKENIZER, config) as engine:
+        events = engine.stream_ids(RAGGED, max_new_tokens=0)
+        ended = {e.session: e.generation for e in events if e.generation is not None}
+    assert [ended[row].finish_reason for row in range(3)] == ["length", "error", "length"]
+    assert ended[1].error == "lost"
 
 
 def test_a_fetch_that_cannot_be_submitted_leaves_nothing_waiting() -> None:

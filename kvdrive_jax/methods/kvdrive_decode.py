@@ -56,7 +56,6 @@ class Fetch:
     layer: int
     part: MicroBatch
     selected: Selected
-    begun: float
     here: bool = False
     arrives: futures.Future[Gathered | None] | None = None
     landed: bool = False
@@ -176,7 +175,7 @@ class TieredStages:
         )
         if self._spec.ranked:
             self._ranked[layer][part.number] = selected.ranked
-        fetch = Fetch(layer, part, selected, begun)
+        fetch = Fetch(layer, part, selected)
         if self._tiers.direct:
             # The list stays on the device.
             window = self._state.windows[part.cohort]

@@ -52,7 +52,6 @@ class BatchState:
         kv_heads, dim = config.num_kv_heads, config.head_dim
         page = page_geometry(tools).page_shape
         layers = range(config.num_layers)
-        self._layout = plan.layout
         self.near: list[list[Near]] = []
         self.windows: list[jax.Array] = []
         self.index: list[list[LayerIndex]] = []

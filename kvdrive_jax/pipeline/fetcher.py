@@ -3,8 +3,7 @@
 Of one micro-batch. `gather` fills a staging buffer and may run on a worker: NumPy only. `write`
 belongs to the engine's thread and puts the pages into their slots. A buffer is used again as it is:
 a miss list that has arrived proves that the pages of the layer before (with two buffers: of the one
-before that) are in their slots. Padding of a transfer is never copied by
-the host.
+before that) are in their slots. Padding of a transfer is never copied by the host.
 """
 
 from __future__ import annotations
