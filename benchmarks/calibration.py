@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common import RESULTS, environment, numbers, table, write_result
 from benchmarks.pipeline_cases import (
@@ -39,8 +38,9 @@ from benchmarks.stack import Session, Stack
 from benchmarks.stack_model import SHAPES
 from benchmarks.stack_run import StackRun, same_outputs
 from kvdrive_jax.budgets import Budgets
-from kvdrive_jax.calibration import BatchCalibration, Calibrator, alike
+from kvdrive_jax.calibration import Calibrator, alike
 from kvdrive_jax.config import KVDriveConfig
+from kvdrive_jax.methods.kvdrive import KVDrive
 from kvdrive_jax.pipeline.calibrate_store import read_results
 from kvdrive_jax.pipeline.parts import Arrangement
 from kvdrive_jax.telemetry import host_memory_bytes
@@ -51,24 +51,6 @@ WINDOWS = (1.0, 1.5, 2.0, 3.0)
 SLOWER = (1.0, 4.0)
 ROUNDS, STEPS = 2, 10
 WITHIN = 1.05
-
-
-class _Calibrated:
-    """A method whose steps the search decides about, as those of the engine's batches."""
-
-    def __init__(self, method: Any, calibration: BatchCalibration) -> None:
-        self._method, self._calibration = method, calibration
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._method, name)
-
-    def step(self, tokens: Any) -> Any:
-        self._calibration.before_step()
-        return self._method.step(tokens)
-
-    def after_step(self) -> None:
-        self._method.after_step()
-        self._calibration.after_step(len(self._method.rows.active))
 
 
 class _Case:
@@ -115,13 +97,10 @@ class _Case:
         """The search of a batch that has just begun."""
         link.bytes_per_s = self.bytes_per_s
         method = session.method
+        assert isinstance(method, KVDrive)
         calibration = self.calibrator.begin(method, session.plan)
         start = time.perf_counter()
-        session.method = _Calibrated(method, calibration)  # type: ignore[assignment]
-        try:
-            session.run()
-        finally:
-            session.method = method
+        session.run(calibration=calibration)
         self.search_s = time.perf_counter() - start
         self.arrangement = method.arrangement
 

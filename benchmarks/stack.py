@@ -31,6 +31,7 @@ from benchmarks.stack_model import (
     with_recorded,
 )
 from benchmarks.stack_run import KeptTimeline, StackRun
+from kvdrive_jax.calibration import BatchCalibration
 from kvdrive_jax.config import KVDriveConfig, RetrievalConfig, TierConfig, WindowConfig
 from kvdrive_jax.methods.base import BatchRows, Tools, int32
 from kvdrive_jax.methods.kvdrive import KVDrive
@@ -182,10 +183,17 @@ class Session:
     def _cohorts(self) -> int:
         return self.method.arrangement.cohorts if isinstance(self.method, KVDrive) else 1
 
-    def run(self, steps: int | None = None, *, warm_up: int = WARM_UP) -> StackRun:
+    def run(
+        self,
+        steps: int | None = None,
+        *,
+        warm_up: int = WARM_UP,
+        calibration: BatchCalibration | None = None,
+    ) -> StackRun:
         """Steps from the end of the prompts on.
 
         warm_up: of the steps, how many are not in times, bytes and counts (digests have them).
+        calibration: is told of every step, and may cut the batch anew between steps.
         Raises RuntimeError when a session's KV is lost.
         """
         rows, batch = self._rows, len(self._rows.active)
@@ -199,8 +207,12 @@ class Session:
             if step == warm_up:
                 before = self._counters()
             start = time.perf_counter()
+            if calibration is not None:
+                calibration.before_step()
             logits = self.method.step(tokens[step % VOCABULARY])
             self.method.after_step()
+            if calibration is not None:
+                calibration.after_step(batch)
             outputs.append(np.asarray(logits, np.float32))
             end = time.perf_counter()
             times.append(end - start)
