@@ -335,9 +335,19 @@ def _flags(names: Sequence[str]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
-def check_outputs(generate: GenerateConfig) -> None:
-    """ValueError for output files that cannot be written, before any work is done for them."""
-    written: dict[str, str] = {}
+def _identity(path: str) -> Any:
+    """What two names of one file share."""
+    if os.path.exists(path):
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
+    return os.path.realpath(path)
+
+
+def check_outputs(options: Options) -> None:
+    """ValueError for output files that cannot be written, or that something else is in, before any
+    work is done for them."""
+    generate = options.generate
+    written: dict[Any, str] = {}
     for name in OUTPUT_FILES:
         path = getattr(generate, name)
         if path is None:
@@ -350,10 +360,22 @@ def check_outputs(generate: GenerateConfig) -> None:
             raise ValueError(f"{flag}: the directory {folder} does not exist")
         if not os.access(path if os.path.exists(path) else folder, os.W_OK):
             raise ValueError(f"{flag}: {path} is not writable")
-        real = os.path.realpath(path)
-        if real in written:
-            raise ValueError(f"{flag} must be another file than {written[real]}: {path}")
-        written[real] = flag
+        same = _identity(path)
+        if same in written:
+            raise ValueError(f"{flag} must be another file than {written[same]}: {path}")
+        written[same] = flag
+    others = {
+        "--model": generate.model,
+        "--prompt-file": generate.prompt_file,
+        "--input-jsonl": generate.input_jsonl,
+        "--window-profile": options.config.window.profile,
+        "--calibrate": options.config.pipeline.calibrate,
+    }
+    for flag, path in others.items():
+        if path is not None and path not in ("-", "demo", "auto", "off"):
+            output = written.get(_identity(path))
+            if output is not None:
+                raise ValueError(f"{output} must be another file than {flag}: {path}")
     for name in ("save_session", "load_session"):
         path = getattr(generate, name)
         if path is None:
@@ -367,7 +389,3 @@ def check_outputs(generate: GenerateConfig) -> None:
                 open_archive(path)
         except ValueError as error:
             raise ValueError(f"{_flags([name])}: {error}") from error
-    source, target = generate.input_jsonl, generate.output_jsonl
-    both = source and target and os.path.exists(source) and os.path.exists(target)
-    if both and os.path.samefile(source or "", target or ""):
-        raise ValueError("--output-jsonl must be another file than --input-jsonl")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -69,6 +71,33 @@ def read_json(path: str | os.PathLike[str], largest: int) -> Any:
     if len(content) > largest:
         raise ValueError(f"its bytes are more than {largest:,}")
     return json.loads(content.decode("utf-8"))
+
+
+_CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@contextmanager
+def folder_lock(folder: str) -> Iterator[None]:
+    """Alone among the processes that lock this folder, where the file system can lock."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        lock_handle(handle, wait=True)
+        yield
+    finally:
+        os.close(handle)
+
+
+def lock_handle(handle: int, *, wait: bool) -> bool:
+    """Whether the lock was had, which closing frees. Where there are no locks, it never is."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _CANNOT_LOCK:
+            return False
+        raise
+    return True
 
 
 # What was read, checked.

@@ -385,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse_command_line(argv)
         debug = options.debug
-        check_outputs(options.generate)
+        check_outputs(options)
         prompts = read_prompts(options.generate)
         run = Run(options, prompts)
         for prompt in run.bad:

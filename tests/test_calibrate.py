@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,15 @@ def test_what_is_found_is_kept(tmp_path: Path, result: Any) -> None:
     assert again.get(KEY) == result
     assert again.get(other) == COSTS
     assert again.get(dataclasses.replace(KEY, machine="another")) is None
+
+
+def test_what_several_add_to_one_file_at_once_is_all_kept(tmp_path: Path) -> None:
+    path = str(tmp_path / "calibration.json")
+    keys = [dataclasses.replace(KEY, batch=batch) for batch in range(1, 13)]
+    stores = [CalibrationStore(path) for _ in keys]  # none of them knows of the others
+    with ThreadPoolExecutor(len(keys)) as threads:
+        list(threads.map(lambda store, key: store.put(key, FOUND), stores, keys))
+    assert read_results(path) == dict.fromkeys(keys, FOUND)
 
 
 def test_a_model_without_digest_is_not_kept_on_disk(tmp_path: Path) -> None:

@@ -592,9 +592,34 @@ def test_closed_stdout_ends_the_run_quietly(
     assert (stand_in.closed, stand_in.cancelled) == (1, 1)
 
 
-def test_output_must_not_be_the_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "x.jsonl"
+@pytest.mark.parametrize(
+    ("reads", "writes"),
+    [
+        ("--input-jsonl", "--output-jsonl"),
+        ("--prompt-file", "--trace"),
+        ("--window-profile", "--stats-json"),
+        ("--calibrate", "--stats-json"),
+        ("--model", "--stats-json"),
+    ],
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_output_must_not_be_what_is_read(
+    reads: str, writes: str, linked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, other = tmp_path / "x", tmp_path / "y"
     file.write_text('{"prompt": "a"}\n')
-    assert generate.main(["--input-jsonl", str(file), "--output-jsonl", str(file)]) == 2
-    assert "another file" in capsys.readouterr().err
+    if linked:
+        other.hardlink_to(file)
+    prompt = [] if "prompt" in reads or "input" in reads else ["--prompt", "x"]
+    output = str(other if linked else file)
+    assert generate.main([*prompt, reads, str(file), writes, output]) == 2
+    assert f"{writes} must be another file than {reads}" in capsys.readouterr().err
     assert file.read_text() == '{"prompt": "a"}\n'
+
+
+def test_output_must_not_be_a_file_that_is_yet_to_be_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "new.json")
+    assert generate.main(["--prompt", "x", "--calibrate", file, "--stats-json", file]) == 2
+    assert "another file than --calibrate" in capsys.readouterr().err

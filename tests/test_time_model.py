@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,9 @@ from benchmarks.common import RESULTS
 from benchmarks.time_probe import Line, Point
 from kvdrive_jax.budgets import Budgets
 from kvdrive_jax.models.presets import LLAMA_3_8B_GRADIENT_1048K
+from kvdrive_jax.pipeline import parts as parts_of
 from kvdrive_jax.pipeline.parts import Arrangement
+from kvdrive_jax.pipeline.scheduler import run_layers
 from kvdrive_jax.plan.__main__ import main
 from kvdrive_jax.plan.costs import FloorCosts, Missing, step_times
 from kvdrive_jax.plan.hardware import HARDWARE, Hardware, hardware, sustained
@@ -161,6 +163,107 @@ def test_one_thing_at_a_time_in_each_lane(step: StepTimes) -> None:
         spans = sorted((s.start, s.end) for s in found.spans if s.lane == lane)
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(spans))
         assert sum(end - start for start, end in spans) == pytest.approx(found.busy[lane])
+
+
+@dataclass(eq=False)
+class Fetch:
+    """Of `Played`: what is under way for one micro-batch, and until when."""
+
+    cost: MicroBatch
+    until: float
+    at: str = "list"
+
+
+class Played:
+    """Stages of the real scheduler on a clock of its own: what each takes comes from ``step``."""
+
+    def __init__(self, step: StepTimes) -> None:
+        self.step, self.now, self.device = step, 0.0, step.first
+        self.links = dict.fromkeys(("ssd", "hbm"), 0.0)
+        self.workers = [0.0] * step.workers
+
+    def run_on_device(self, seconds: float) -> float:
+        self.device = max(self.device, self.now) + seconds
+        return self.device
+
+    def select(self, layer: int, part: parts_of.MicroBatch, hidden: parts_of.Cohort) -> Fetch:
+        first = hidden.micro_batches[0].number
+        cost = self.step.layers[layer][hidden.number].micro_batches[part.number - first]
+        return Fetch(cost, self.run_on_device(cost.select) + cost.miss_list)
+
+    def advance(self, fetch: Fetch) -> bool:
+        if self.now < fetch.until:
+            return False
+        cost = fetch.cost
+        if fetch.at == "list" and cost.fetches:
+            worker = self.workers.index(min(self.workers))
+            free = max(self.now, self.workers[worker])
+            if cost.ssd:
+                free = self.links["ssd"] = max(free, self.links["ssd"]) + cost.ssd
+                free += cost.ssd_latency
+            self.workers[worker] = fetch.until = free + cost.gather
+            fetch.at = "gathered"
+        elif fetch.at == "gathered":
+            start = max(self.now, self.links["hbm"])
+            fetch.until = self.links["hbm"] = start + cost.transfer
+            fetch.at = "carried"
+        else:
+            if fetch.at == "carried":
+                self.run_on_device(cost.write)
+            fetch.at, fetch.until = "landed", math.inf
+        return True
+
+    def landed(self, fetch: Fetch) -> bool:
+        return fetch.at == "landed"
+
+    def compute(
+        self, layer: int, cohort: parts_of.Cohort, hidden: parts_of.Cohort, fetches: Any
+    ) -> parts_of.Cohort:
+        self.run_on_device(self.step.layers[layer][cohort.number].compute)
+        return hidden
+
+    def wait(self, fetches: Any) -> None:
+        self.now = min(fetch.until for fetch in fetches)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps(), st.integers(0, 2**32 - 1), st.booleans())
+def test_it_plays_by_the_rules_of_the_scheduler(step: StepTimes, seed: int, ahead: bool) -> None:
+    """The real `run_layers` over the same seconds ends at the same moment."""
+    draw = np.random.default_rng(seed)
+
+    def other(part: MicroBatch) -> MicroBatch:  # seconds of which no two are the same
+        select, miss_list, ssd, gather, transfer = draw.random(5).tolist()
+        fetches = draw.random() < 0.8
+        return MicroBatch(
+            select=select,
+            miss_list=miss_list,
+            ssd=ssd * fetches * bool(part.ssd),
+            ssd_latency=0.1,
+            gather=gather * fetches,
+            transfer=transfer * fetches,
+            write=0.2,
+        )
+
+    step = replace(step, dispatch=0.0, layers=tuple(
+        tuple(
+            Cohort(
+                micro_batches=tuple(map(other, cohort.micro_batches)), compute=3 * draw.random()
+            )
+            for cohort in layer
+        )
+        for layer in step.layers
+    ))  # fmt: skip
+    cohorts, number = [], 0
+    for at, cohort in enumerate(step.layers[0]):
+        rows = range(number, number + len(cohort.micro_batches))
+        cut = tuple(parts_of.MicroBatch(row, at, row, row + 1) for row in rows)
+        cohorts.append(parts_of.Cohort(at, rows.start, rows.stop, cut))
+        number = rows.stop
+    played = Played(step)
+    run_layers(played, cohorts, len(step.layers), cohorts, speculative=ahead)
+    found = simulate(step, "speculative" if ahead else "overlapped")
+    assert found.wall == pytest.approx(played.device + step.last)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,16 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from kvdrive_jax.files import cache_folder, name_of, number, of_kind, read_json, typed, write_json
+from kvdrive_jax.files import (
+    cache_folder,
+    folder_lock,
+    name_of,
+    number,
+    of_kind,
+    read_json,
+    typed,
+    write_json,
+)
 from kvdrive_jax.pipeline.calibrate import WindowCosts
 from kvdrive_jax.pipeline.parts import Arrangement
 
@@ -115,11 +124,13 @@ class CalibrationStore:
         if path is None:
             return
         try:
-            kept = {key: result}
-            if self._path is not None and os.path.exists(path):
+            if self._path is None:
+                write_results(path, {key: result})
+                return
+            with folder_lock(os.path.dirname(os.path.abspath(path))):
                 # Another process may have added to it since.
-                kept = {**read_results(path), key: result}
-            write_results(path, kept)
+                others = read_results(path) if os.path.exists(path) else {}
+                write_results(path, {**others, key: result})
         except (OSError, ValueError) as error:
             # The run goes on with what it has found.
             print(f"calibration is not kept: {error}", file=sys.stderr, flush=True)

@@ -82,10 +82,9 @@ class Copies:
         """Nothing to do."""
 
 
-_INBOXES: dict[int, Callbacks] = {}
-_NUMBERS = itertools.count(1)
-_TICKETS = 1 << 12
-"""Of one batch: two for each micro-batch."""
+_INBOXES: dict[int, tuple[queue.SimpleQueue[Ids], Bell]] = {}
+"""Where the list of each ticket goes, and who is told."""
+_NUMBERS = itertools.count()
 
 
 class Callbacks:
@@ -93,18 +92,19 @@ class Callbacks:
 
     def __init__(self, bell: Bell) -> None:
         self._bell = bell
-        self._lists: dict[int, queue.SimpleQueue[Ids]] = {}
-        self._tickets: dict[int, jax.Array] = {}
-        # Tickets are int32.
-        self._number = next(_NUMBERS) % (2**31 // _TICKETS)
-        _INBOXES[self._number] = self
+        self._lists: dict[tuple[int, int], queue.SimpleQueue[Ids]] = {}
+        self._tickets: dict[tuple[int, int], jax.Array] = {}
+        self._numbers: list[int] = []
 
     def ticket(self, micro_batch: int, layer: int) -> jax.Array:
         """Says whose list it is."""
-        at = 2 * micro_batch + layer % 2
+        at = micro_batch, layer % 2
         if at not in self._tickets:
+            number = next(_NUMBERS) % 2**31
             self._lists[at] = queue.SimpleQueue()
-            self._tickets[at] = jnp.int32(self._number * _TICKETS + at)
+            self._numbers.append(number)
+            _INBOXES[number] = self._lists[at], self._bell
+            self._tickets[at] = jnp.int32(number)
         return self._tickets[at]
 
     def start(self, missing: jax.Array) -> None:
@@ -113,18 +113,14 @@ class Callbacks:
     def arrived(self, micro_batch: int, layer: int, missing: jax.Array) -> Ids | None:
         """The list, once it has been handed over."""
         try:
-            return self._lists[2 * micro_batch + layer % 2].get_nowait()
+            return self._lists[micro_batch, layer % 2].get_nowait()
         except queue.Empty:
             return None
 
-    def put(self, at: int, missing: Ids) -> None:
-        """Called by the callback, on a thread of the backend's."""
-        self._lists[at].put(missing)
-        self._bell.ring()
-
     def close(self) -> None:
         """What still comes is dropped."""
-        _INBOXES.pop(self._number, None)
+        for number in self._numbers:
+            _INBOXES.pop(number, None)
 
 
 def miss_lists(way: MissListWay, bell: Bell) -> MissLists:
@@ -133,12 +129,13 @@ def miss_lists(way: MissListWay, bell: Bell) -> MissLists:
 
 
 def _deliver(ticket: Any, missing: Any) -> None:
-    # A batch that was given up no longer has an inbox.
-    number, at = divmod(int(np.asarray(ticket)), _TICKETS)
-    inbox = _INBOXES.get(number)
+    # Called on a thread of the backend's. A batch that was given up no longer has an inbox.
+    inbox = _INBOXES.get(int(np.asarray(ticket)))
     if inbox is not None:
+        lists, bell = inbox
         # A copy: what is handed over is the backend's again when this returns.
-        inbox.put(at, np.asarray(missing).copy())
+        lists.put(np.asarray(missing).copy())
+        bell.ring()
 
 
 def _deliver_buffers(_: Any, done: Any, ticket: Any, missing: Any) -> None:

@@ -7,21 +7,18 @@ same parent removes it.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+
+from kvdrive_jax.files import folder_lock, lock_handle
 
 PROBE_BYTES = 4096
 PREFIX = "kvdrive-"
 LOCK = "lock"
-
-_CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class SsdDirectory:
@@ -38,7 +35,7 @@ class SsdDirectory:
         if not Path(parent).is_dir():
             raise ValueError(f"ssd_dir {parent!r} is not a directory: name one")
         try:
-            with _locked(Path(parent)):
+            with folder_lock(parent):
                 self.reclaimed_bytes = _remove_orphans(Path(parent))
                 name = f"{PREFIX}{os.getpid()}-"
                 self.path = Path(tempfile.mkdtemp(prefix=name, dir=parent))
@@ -82,33 +79,9 @@ class SsdDirectory:
                 shutil.rmtree(self.path)
 
 
-@contextmanager
-def _locked(parent: Path) -> Iterator[None]:
-    """Alone among the stores that come and go under ``parent``, where the file system can lock."""
-    handle = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _lock(handle, wait=True)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int, *, wait: bool) -> bool:
-    """Whether the lock was had. Where there are no locks, it never is: nothing is removed then."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _CANNOT_LOCK:
-            return False
-        raise
-    return True
-
-
 def _lock_of(path: Path) -> int:
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    _lock(handle, wait=False)
+    lock_handle(handle, wait=False)
     return handle
 
 
@@ -121,7 +94,7 @@ def _remove_orphans(parent: Path) -> int:
         except OSError:
             continue  # not ours: a directory of this kind has its lock from the beginning
         try:
-            if _lock(handle, wait=False):
+            if lock_handle(handle, wait=False):
                 freed += sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
                 _remove_all(path)
         finally:

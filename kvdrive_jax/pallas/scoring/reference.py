@@ -6,6 +6,7 @@ The index forms say what each kind of vector means (`index.quantise`, `index.mom
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -155,11 +156,14 @@ def combine_group(
         weights = jnp.exp(masked - top)
         if counts is not None:
             weights = weights * counts[..., None, :].astype(jnp.float32)
-        shares = masked - (top + jnp.log(weights.sum(axis=-1, keepdims=True)))
-        combined = shares.max(axis=-2)
+        offset = top + jnp.log(weights.sum(axis=-1, keepdims=True))
+        # A head at a time: XLA on CPU takes twice as long to reduce over an axis of a few.
+        heads = range(logits.shape[-2])
+        shares = [masked[..., head, :] - offset[..., head, :] for head in heads]
+        combined = functools.reduce(jnp.maximum, shares)
         if rule == "softmax-sum":
             best = _finite(combined)
-            combined = best + jnp.log(jnp.exp(shares - best[..., None, :]).sum(axis=-2))
+            combined = best + jnp.log(sum(jnp.exp(share - best) for share in shares))
     return jnp.where(valid, combined, -jnp.inf)
 
 
