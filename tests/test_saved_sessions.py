@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +186,35 @@ def test_a_stream_that_is_closed_early_is_saved_too(tmp_path: Path) -> None:
             session=path, max_new_tokens=12 - entry["new_tokens"], ignore_eos=True
         )
     assert got.token_ids == whole.token_ids[entry["new_tokens"] :]
+
+
+LEFT = """
+import sys
+from pathlib import Path
+from kvdrive_jax import Engine
+from tests.test_saved_sessions import MODEL, PROMPT, TOKENIZER, config
+
+kind, disk, path = sys.argv[1:]
+engine = Engine(MODEL, TOKENIZER, config(kind, Path(disk)))
+stream = engine.stream_ids([PROMPT], max_new_tokens=100, ignore_eos=True, save_session=path)
+for _ in range(5):
+    next(stream)
+"""
+
+
+@pytest.mark.parametrize("kind", ["resident", "ssd"])
+def test_a_stream_that_is_left_when_python_ends_is_saved_too(kind: str, tmp_path: Path) -> None:
+    disk, path = tmp_path / "disk", tmp_path / "saved"
+    disk.mkdir()
+    command = [sys.executable, "-c", LEFT, kind, str(disk), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(disk.iterdir()) == []
+    whole, _ = run(config("resident", disk), PROMPT, 20)
+    with Engine(MODEL, TOKENIZER, config("resident", disk)) as engine:
+        made = list(engine.load_session(path).all_tokens[len(PROMPT) :])
+    assert len(made) >= 5
+    assert made == list(whole.token_ids)[: len(made)]
 
 
 def test_a_target_that_is_lost_meanwhile_loses_no_answer(tmp_path: Path) -> None:
