@@ -49,7 +49,7 @@ from kvdrive_jax.window.sizing import WindowShape
 
 WINDOWS = (1.0, 1.5, 2.0, 3.0)
 SLOWER = (1.0, 4.0)
-ROUNDS, STEPS = 2, 10
+ROUNDS, STEPS = 4, 10
 WITHIN = 1.05
 
 

@@ -1,6 +1,7 @@
 """Decode on this CPU against transformers and llama.cpp, in one run.
 
     python -m benchmarks.decode_cpu [--contexts 8K,128K] [--llama-python PYTHON]
+    python -m benchmarks.decode_cpu --shape llama-3-8b --layers 2 --contexts 128K
 
 Sides: ``kvdrive`` and ``kvdrive int8`` (weights in int8), everything in HBM; ``transformers`` with
 float32 and bfloat16 weights (torch, sdpa, DynamicCache), of which the faster one counts; and
@@ -60,7 +61,11 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--model", default="demo", help="demo or a .gguf file")
+    made.add_argument("--model", default="demo", help="demo, a .gguf file or a folder")
+    made.add_argument(
+        "--shape", choices=("llama-3-8b",), help="random layers of this shape instead of a model"
+    )
+    made.add_argument("--layers", type=int, default=2, help="of --shape")
     made.add_argument("--contexts", type=sizes, default=[8192, 131072])
     made.add_argument("--budget", type=int, default=2048)
     made.add_argument("--rounds", type=int, default=3, help="turns of each side")
@@ -69,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sides", default=",".join(SIDES), help="some of them")
     made.add_argument("--llama-python", help="interpreter that has llama-cpp-python")
     made.add_argument("--llama-fill", type=float, default=90, help="seconds to fill its cache")
-    made.add_argument("--output", type=Path, default=RESULTS / "decode_cpu.json")
+    made.add_argument("--output", type=Path, default=None, help="(default: among the results)")
     return made
 
 
@@ -89,7 +94,8 @@ class Decode:
         self.config = describe_pretrained(options.model, "float32").config
         real = [n for n in options.contexts if n <= self.config.max_positions]
         length = max([*real, CHECK_TOKENS + 1])
-        self.text = filler_tokens(Tokenizer.from_pretrained(options.model).encode, length)
+        tokenizer = Tokenizer.from_pretrained("demo" if options.shape else options.model)
+        self.text = filler_tokens(tokenizer.encode, length)
 
     def start(self, side: str, context: int) -> Worker:
         """A process with the model loaded, and nothing else done."""
@@ -163,7 +169,7 @@ class Decode:
         quantised, so the likeliest itself may be another.
         """
         options = self.options
-        if "llama.cpp" not in self.sides or options.llama_python is None:
+        if "llama.cpp" not in self.sides or options.llama_python is None or options.shape:
             return None
         from kvdrive_jax.models.gguf import demo_path
 
@@ -232,11 +238,25 @@ def report(result: dict[str, Any]) -> str:
     return table(["", "ms/token", "tokens/s"], rows)
 
 
+def shaped(options: argparse.Namespace, folder: str) -> None:
+    """Make the model that ``options.shape`` asks for, in ``folder``, and let it be the model."""
+    from kvdrive_jax.models.weights import describe_pretrained
+
+    vocabulary = describe_pretrained("demo", "float32").config.vocab_size
+    with Worker("benchmarks.sides:Conversion") as worker:
+        worker.call("shape", options.shape, options.layers, vocabulary, folder)
+    options.model = folder
+
+
 def run(options: argparse.Namespace, *, in_process: bool = False) -> dict[str, Any]:
     """The whole comparison; see Decode for in_process."""
     record = environment(dtype="float32 activations and KV", threads=options.threads)
     with tempfile.TemporaryDirectory(prefix="kvdrive-decode-") as scratch:
         print("preparing the model", flush=True)
+        name = Path(options.model).name
+        if options.shape:
+            name = f"{options.layers} layers of {options.shape}'s shape, random weights"
+            shaped(options, scratch)
         decode = Decode(options, hf_folder(options.model, scratch), in_process)
         print("checking logits", flush=True)
         check = decode.check()
@@ -244,7 +264,7 @@ def run(options: argparse.Namespace, *, in_process: bool = False) -> dict[str, A
             print(f"{side}: off by {one['difference']:.1e} of the logits' spread")
         llama = decode.llama(check)
         if llama is None:
-            print("llama.cpp: missing; give --llama-python an interpreter that has it")
+            print("llama.cpp: not run; give --llama-python an interpreter that has it, and a model")
         else:
             print(f"llama.cpp: {llama['seconds']}", flush=True)
         parts = []
@@ -263,7 +283,7 @@ def run(options: argparse.Namespace, *, in_process: bool = False) -> dict[str, A
     return {
         "benchmark": "decode_cpu",
         "environment": record,
-        "model": Path(options.model).name,
+        "model": name,
         "shape": model_shape(decode.config),
         "settings": {n: getattr(options, n) for n in ("budget", "rounds", "tokens", "threads")},
         "check": check,
@@ -278,7 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     result = run(options)
     print(f"\n{report(result)}")
-    write_result(options.output, result)
+    name = f"decode_cpu_{options.shape}" if options.shape else "decode_cpu"
+    write_result(options.output or RESULTS / f"{name}.json", result)
     return 0
 
 

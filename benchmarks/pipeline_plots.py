@@ -87,7 +87,7 @@ def _bars(result: dict[str, Any], path: Path) -> None:
     axis.set_xticks(range(len(cases)), [f"{context:,} x {batch}" for context, batch in cases])
     axis.set_xlabel("tokens x sessions")
     axis.set_ylabel("milliseconds of a decode step")
-    axis.legend()
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(3, len(settings)))
     _save(figure, path)
 
 

@@ -233,11 +233,35 @@ class Theirs(Memory):
 
 
 class Conversion:
-    """Turns a GGUF file into a folder that transformers opens quickly and without extra memory.
+    """Makes folders that transformers opens quickly and without extra memory.
 
-    transformers reads the file itself: tensors, their names and the row order of Q and K. Sizes
+    transformers reads a GGUF file itself: tensors, their names and the row order of Q and K. Sizes
     and RoPE are those of the file's own settings.
     """
+
+    def shape(self, name: str, layers: int, vocabulary: int, folder: str) -> None:
+        """Writes ``folder`` with random weights: ``layers`` layers of a model's shape, and an
+        embedding that is the head."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from benchmarks.stack_model import stack_config
+
+        torch.manual_seed(0)
+        sizes = stack_config(name, layers, 8192)
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.intermediate_size,
+            num_hidden_layers=layers,
+            num_attention_heads=sizes.num_heads,
+            num_key_value_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            rms_norm_eps=sizes.rms_norm_eps,
+            max_position_embeddings=sizes.max_positions,
+            tie_word_embeddings=True,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
 
     def convert(self, path: str, folder: str) -> None:
         """Writes ``folder`` from ``path``."""

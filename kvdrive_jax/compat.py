@@ -38,6 +38,12 @@ def is_ready(array: jax.Array) -> bool:
     return ready
 
 
+def start_copy(array: jax.Array) -> None:
+    """Send an array to the host as soon as it is computed; on CPU it is there."""
+    if platform() != "cpu":
+        array.copy_to_host_async()
+
+
 def device_name() -> str:
     """The kind of the default device, for reports."""
     device = jax.devices()[0]

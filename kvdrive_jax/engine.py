@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -43,16 +44,18 @@ from kvdrive_jax.text import check_stop_strings
 from kvdrive_jax.tiers.link import Links
 from kvdrive_jax.timeline import Timeline
 
-
 _STREAMS: weakref.WeakSet[Generator[StreamEvent, None, None]] = weakref.WeakSet()
 
 
-@atexit.register
 def _close_streams() -> None:
     """Streams that were left as Python ends are closed while everything they need is there."""
     for stream in list(_STREAMS):
         with suppress(ValueError):  # a thread that Python does not wait for is at it
             stream.close()
+
+
+# Before the executors end, which closing and saving need: what atexit knows comes after them.
+getattr(threading, "_register_atexit", atexit.register)(_close_streams)
 
 
 class Engine:

@@ -51,7 +51,7 @@ def test_a_run_without_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[s
     options = decode_cpu.parser().parse_args(arguments)
     result = decode_cpu.run(options, in_process=True)
     decode_cpu.write_result(options.output, result)
-    assert "llama.cpp: missing" in capsys.readouterr().out
+    assert "llama.cpp: not run" in capsys.readouterr().out
     found = json.loads(output.read_text())
     assert found["check"]["kvdrive"]["difference"] < 1e-4
     [part] = found["decode"]

@@ -324,13 +324,14 @@ def test_callbacks_of_a_closed_batch_are_dropped() -> None:
 
     lists = Callbacks(Bell())
     ticket, missing = lists.ticket(3, 1), np.arange(4).reshape(2, 1, 1, 2)
+    nothing: Any = (None, None)
     _deliver(ticket, missing)
     lists.ticket(3, 0)
-    assert lists.arrived(3, 0, None) is None  # type: ignore[arg-type]
-    arrived = lists.arrived(3, 1, None)  # type: ignore[arg-type]
+    assert lists.arrived(3, 0, *nothing) is None
+    arrived = lists.arrived(3, 1, *nothing)
     assert arrived is not None
     assert (arrived == missing).all()
-    assert lists.arrived(3, 1, None) is None  # type: ignore[arg-type]
+    assert lists.arrived(3, 1, *nothing) is None
     lists.close()
     _deliver(ticket, missing)
-    assert lists.arrived(3, 1, None) is None  # type: ignore[arg-type]
+    assert lists.arrived(3, 1, *nothing) is None

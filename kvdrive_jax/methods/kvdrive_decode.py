@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvdrive_jax.compat import is_ready
+from kvdrive_jax.compat import is_ready, start_copy
 from kvdrive_jax.methods.base import Tools
 from kvdrive_jax.methods.kvdrive_state import BatchState
 from kvdrive_jax.methods.kvdrive_tiers import BatchTiers
@@ -186,7 +186,7 @@ class TieredStages:
         else:
             self._lists.start(selected.missing)
             if selected.likely is not None:
-                selected.likely.copy_to_host_async()
+                start_copy(selected.likely)
         self._dispatched("select", layer, part.number, part.cohort, selected.slots, begun)
         return fetch
 
@@ -197,7 +197,10 @@ class TieredStages:
         moved = False
         window = self._state.windows[fetch.part.cohort]
         if not fetch.here:
-            missing = self._lists.arrived(fetch.part.number, fetch.layer, fetch.selected.missing)
+            selected = fetch.selected
+            missing = self._lists.arrived(
+                fetch.part.number, fetch.layer, selected.missing, selected.slots
+            )
             if missing is None:
                 return False
             moved = fetch.here = True

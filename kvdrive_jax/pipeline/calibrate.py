@@ -123,8 +123,8 @@ class Search:
         if self._wants_more(current):
             return current if self.spent_s < self.limit_s else None
         untried = self._untried()
-        if untried is not None:
-            return untried if self._affordable(self._samples + 1, new=True) else None
+        if untried is not None and self._affordable(self._samples + 1, new=True):
+            return untried
         for other in self._close():
             if self._affordable(AGAIN, new=False):
                 return other

@@ -54,8 +54,10 @@ class MissLists(Protocol):
         """Select has been dispatched; ``missing`` [2, B, K, P] is its miss list."""
         ...
 
-    def arrived(self, micro_batch: int, layer: int, missing: jax.Array) -> Ids | None:
-        """The list, or None as long as it is not there."""
+    def arrived(
+        self, micro_batch: int, layer: int, missing: jax.Array, beside: jax.Array
+    ) -> Ids | None:
+        """The list, or None as long as it is not there; beside: what select made as well."""
         ...
 
     def close(self) -> None:
@@ -72,11 +74,15 @@ class Copies:
 
     def start(self, missing: jax.Array) -> None:
         """The copy goes on its way."""
-        missing.copy_to_host_async()
+        compat.start_copy(missing)
 
-    def arrived(self, micro_batch: int, layer: int, missing: jax.Array) -> Ids | None:
+    def arrived(
+        self, micro_batch: int, layer: int, missing: jax.Array, beside: jax.Array
+    ) -> Ids | None:
         """The list, once it is computed."""
-        return np.asarray(missing) if compat.is_ready(missing) else None
+        # What is being copied is not asked: a list on its way to the host was once never ready on
+        # CPU, although all else that its program made was.
+        return np.asarray(missing) if compat.is_ready(beside) else None
 
     def close(self) -> None:
         """Nothing to do."""
@@ -110,7 +116,9 @@ class Callbacks:
     def start(self, missing: jax.Array) -> None:
         """It comes by itself."""
 
-    def arrived(self, micro_batch: int, layer: int, missing: jax.Array) -> Ids | None:
+    def arrived(
+        self, micro_batch: int, layer: int, missing: jax.Array, beside: jax.Array
+    ) -> Ids | None:
         """The list, once it has been handed over."""
         try:
             return self._lists[micro_batch, layer % 2].get_nowait()
