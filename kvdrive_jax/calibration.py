@@ -330,10 +330,13 @@ class BatchCalibration:
             chosen=_timed(search, best),
             others=tuple(_timed(search, used) for used in search.tried if used != best),
         )
-        if keep:
-            self._calibrator.keep(self._plan, result)
         spent = search.spent_s + self._calibrator.spent_s
-        self._calibrator.tell(self._line(result, f"calibrated in {spent:.1f} s"))
+        how = f"calibrated in {spent:.1f} s"
+        if not result.others:
+            how = f"nothing else could be tried in {spent:.1f} s, another run will go on"
+        elif keep:
+            self._calibrator.keep(self._plan, result)
+        self._calibrator.tell(self._line(result, how))
 
     def _line(self, result: ArrangementResult, how: str) -> str:
         parts = [f"{result.chosen.arrangement}: {1e3 * result.chosen.step_s:.1f} ms a step"]

@@ -386,12 +386,12 @@ class PipelineConfig:
         "speculative (each layer selects by the input of the one before: other tokens)",
     )
     micro_batch: int | None = _option(
-        None, "sessions that one select and fetch work on (default: calibrated)"
+        None, "sessions that one select and fetch work on, at most (default: calibrated)"
     )
     cohorts: int | None = _option(
         None,
         "parts of the batch that go through the layers apart, so that one computes while another "
-        "fetches (default: calibrated)",
+        "fetches, at most (default: calibrated)",
     )
     miss_list: MissListWay = _option(
         "auto", "how ids of missing chunks reach the host: a polled copy or a callback"

@@ -315,6 +315,8 @@ class Engine:
             assert session is not None
             encoded = [list(session.all_tokens)]
         else:
+            if not isinstance(prompts, str | Sequence):
+                raise ValueError(f"prompts must be a text, or a list of texts, got {prompts!r}")
             texts = [prompts] if isinstance(prompts, str) else list(prompts)
             encoded = [self.encode(text, chat=chat, system=system) for text in texts]
         return self.stream_ids(

@@ -45,7 +45,7 @@ def stats_table(stats: dict[str, Any]) -> str:
     per_step = 1e3 / steps
     rate = stats["decode_tokens_per_s"]
     lines = [
-        f"decode: {rate or 0:.1f} tokens/s; {steps:,} steps in {wall:.2f} s, "
+        f"decode: {rate or 0:.1f} tokens/s with the warm-up; {steps:,} steps in {wall:.2f} s, "
         f"{wall * per_step:.2f} ms a step; {warm_up}",
         f"{'':20}{'ms a step':>12}{'of wall time':>14}",
     ]

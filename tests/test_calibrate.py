@@ -263,7 +263,7 @@ def test_a_model_without_digest_is_not_kept_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "cannot be used"),
+        ("", "is no calibration file"),
         ("[]", "its version must be 1, got None"),
         ('{"version": 2, "entries": []}', "its version must be 1, got 2"),
         ('{"version": 1}', "has no 'entries'"),
@@ -296,7 +296,7 @@ def test_values_that_cannot_be_are_refused(tmp_path: Path, name: str, value: Any
     values = json.loads(path.read_text())
     values["entries"][0]["arrangement"]["chosen"][name] = value
     path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="cannot be used"):
+    with pytest.raises(ValueError, match="is no calibration file"):
         read_results(str(path))
 
 
@@ -398,6 +398,20 @@ def test_no_token_depends_on_calibration(
     with Engine(MODEL, TOKENIZER, searching) as engine:
         assert tokens(engine) == same
     assert measured == [Arrangement(4)]
+
+
+def test_a_search_that_compared_nothing_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def only_the_start(search: Search) -> Arrangement | None:
+        return search.start if len(search.log) < 4 else None
+
+    monkeypatch.setattr(Search, "next", only_the_start)
+    path = tmp_path / "calibration.json"
+    with Engine(MODEL, TOKENIZER, config(calibrate=str(path), cohorts=1), quiet=False) as engine:
+        tokens(engine)
+    assert not path.exists() or not read_results(str(path))
+    assert "nothing else could be tried" in capsys.readouterr().err
 
 
 def test_nobody_is_alone_who_was_not() -> None:

@@ -333,6 +333,14 @@ def test_bad_requests_are_refused_before_any_work(
         engine.stream_ids([prompt], **{"max_new_tokens": 4, **options})
 
 
+def test_a_prompt_that_is_no_text_is_named() -> None:
+    with (
+        Engine(MODEL, TOKENIZER, KVDriveConfig()) as engine,
+        pytest.raises(ValueError, match="prompts must be a text, or a list of texts, got 3"),
+    ):
+        engine.generate(3)  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -435,7 +435,10 @@ def test_stats_are_a_table_on_stderr_and_a_trace_is_a_file(
     assert table["stalls"] == ["45.00", "45.0", "%"]
     assert table["DRAM->HBM"] == ["15.00", "15.0", "%"]
     assert table["SSD->DRAM"] == ["20.00", "4.0", "KiB", "200.0", "KiB"]
-    assert "8.0 tokens/s; 2 steps in 0.20 s, 100.00 ms a step; 1 more in 0.50 s" in captured.err
+    assert (
+        "8.0 tokens/s with the warm-up; 2 steps in 0.20 s, 100.00 ms a step; 1 more in 0.50 s"
+        in captured.err
+    )
     assert "overlap efficiency 1.20" in captured.err
     assert "ssd to dram 4.0 KiB" in captured.err
     told = json.loads(trace.read_text())

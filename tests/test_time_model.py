@@ -454,6 +454,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     choices = ["--schedule", "sequential", "--budget", "0.0156", "--hit-rate", "0.8"]
     assert main(["--hardware", "l20", "--context", "16K", "--window", "1", *choices]) == 0
     assert "sequential, micro-batch 8, 1 cohort(s)" in capsys.readouterr().out
+    assert main(["--hbm-budget", "1GiB"]) == 1
+    assert "kvdrive: cannot run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -463,7 +465,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--hardware", "b200"], "h200"),
         (["--context", "many"], "'many'"),
         (["--budget", "-1"], "budget"),
-        (["--batch", "0"], "batch"),
+        (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--context", "0"], "context: expected tokens such as"),
         (["--window", "-1"], "window"),
         (["--index", "nonsense"], "nonsense"),
         (["--hit-rate", "1.5"], "hit_rate"),

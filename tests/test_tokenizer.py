@@ -297,7 +297,7 @@ def test_a_tokenizer_with_another_decoder_streams_too(tmp_path: Path) -> None:
 
 
 def test_missing_and_empty_folders_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"path: expected 'demo', a .gguf file or a model folder"):
+    with pytest.raises(ValueError, match=r"model: expected 'demo', a .gguf file or a model folder"):
         Tokenizer.from_pretrained(str(tmp_path / "none"))
     (tmp_path / "readme.txt").write_text("nothing here")
     with pytest.raises(ValueError, match=r"path: expected a tokenizer .*readme.txt"):

@@ -92,7 +92,25 @@ PHI_4_MINI = ModelConfig(
     bos_token_id=199999,
 )
 
+SMOLLM2_135M = ModelConfig(
+    architecture="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    max_positions=8192,
+    rope=RopeConfig(rotary_dim=64, theta=100000.0),
+    tied_embeddings=True,
+    eos_token_ids=(2,),
+    bos_token_id=1,
+)
+
 PRESETS: dict[str, ModelConfig] = {
+    "SmolLM2-135M-Instruct": SMOLLM2_135M,
     "Llama-3-8B-Instruct-Gradient-1048k": LLAMA_3_8B_GRADIENT_1048K,
     "Qwen3-8B": QWEN3_8B,
     "Qwen3-14B": QWEN3_14B,

@@ -84,7 +84,9 @@ class Tokenizer:
                 open_gguf(demo_path() if path == "demo" else path).metadata
             )
         if not os.path.isdir(path):
-            raise ValueError(f"path: expected 'demo', a .gguf file or a model folder, got {path!r}")
+            raise ValueError(
+                f"model: expected 'demo', a .gguf file or a model folder, got {path!r}"
+            )
         try:
             inner = quiet_transformers().AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError) as err:

@@ -167,7 +167,7 @@ def read_results(path: str) -> dict[CalibrationKey, Result]:
     except KeyError as error:
         raise ValueError(f"calibration {path} has no {error}") from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"calibration {path} cannot be used: {error}") from error
+        raise ValueError(f"calibrate: {path} is no calibration file: {error}") from error
 
 
 def _entry(entry: dict[str, Any]) -> tuple[CalibrationKey, Result]:

@@ -26,6 +26,7 @@ from kvdrive_jax.window.hits import MEASURED, HitRates
 from kvdrive_jax.window.profile import read_profile
 
 USAGE = 2
+FITS_NOWHERE = 1
 FEWEST_TOKENS = 256
 """Of a context: with less there is hardly anything to select."""
 
@@ -63,11 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print predictions and return the exit status."""
     options = parser().parse_args(argv)
     try:
-        print(report(options))
+        text, fits = report(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
-    return 0
+    print(text)
+    return 0 if fits else FITS_NOWHERE
 
 
 def _hardware(name: str) -> Hardware:
@@ -80,16 +82,21 @@ def _hardware(name: str) -> Hardware:
 
 
 def _case(options: argparse.Namespace, machine: Hardware) -> Case:
-    context = parse_tokens(options.context)
+    try:
+        context = parse_tokens(options.context)
+    except ValueError as error:
+        raise ValueError(f"context: {error}") from error
+    if options.batch < 1:
+        raise ValueError(f"batch must be at least 1, got {options.batch}")
     budget = parse_budget(options.budget)
     if not budget > 0:
         raise ValueError(f"budget must be above 0, got {options.budget}")
     tokens = math.ceil(budget * context) if budget < 1 else int(budget)
     if context < FEWEST_TOKENS:
         raise ValueError(f"context must be at least {FEWEST_TOKENS} tokens, got {context}")
-    for name in ("batch", "micro_batch", "cohorts"):
+    for name in ("micro_batch", "cohorts"):
         value = getattr(options, name)
-        if value is not None and not 1 <= value <= max(1, options.batch):
+        if value is not None and not 1 <= value <= options.batch:
             raise ValueError(f"{name} must be from 1 to the batch of {options.batch}, got {value}")
     if options.window is not None and not (options.window == 0 or options.window >= 1):
         raise ValueError(f"window must be 0, or at least 1 budget, got {options.window:g}")
@@ -113,8 +120,9 @@ def _size(options: argparse.Namespace, name: str) -> int:
     return parse_size(getattr(options, name), name)
 
 
-def report(options: argparse.Namespace) -> str:
-    """Everything there is to say; ValueError for options that cannot be."""
+def report(options: argparse.Namespace) -> tuple[str, bool]:
+    """Everything there is to say, and whether any setting fits; ValueError for options that cannot
+    be."""
     machine = _hardware(options.hardware)
     case = _case(options, machine)
     usual = default_budgets(machine)
@@ -148,7 +156,7 @@ def report(options: argparse.Namespace) -> str:
         "",
         *(line for other in others for line in _lines(other, short=True)),
     ]
-    return "\n".join(lines)
+    return "\n".join(lines), found.simulation is not None
 
 
 def chosen(

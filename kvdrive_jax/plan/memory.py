@@ -327,9 +327,10 @@ def _plan_kvdrive(
     )
     layout, how = choose_layout(config.window, sizes, key, hbm, budgets.hbm, most_window)
     if config.pipeline.schedule == "speculative" and layout is not None and not layout.keeps.all():
+        got = config.window.multiple
         raise ValueError(
             "window must be above 0 everywhere with schedule speculative: two layers are fetched "
-            f"together, and windows of size 0 share one place; got {how}"
+            f"together, and windows of size 0 share one place; got {how if got is None else got}"
         )
     resident = layout is None
     lines = lines_for(layout)

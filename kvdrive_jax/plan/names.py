@@ -6,6 +6,7 @@ from kvdrive_jax.models.config import ModelConfig
 from kvdrive_jax.models.presets import PRESETS, preset
 
 SHORT = {
+    "smollm2": "SmolLM2-135M-Instruct",
     "llama-3-8b": "Llama-3-8B-Instruct-Gradient-1048k",
     "qwen3-8b": "Qwen3-8B",
     "qwen3-14b": "Qwen3-14B",

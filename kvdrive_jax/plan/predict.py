@@ -84,7 +84,10 @@ class Prediction:
 
 
 def default_budgets(hardware: Hardware, *, ssd: int = 0) -> Budgets:
-    """As the engine would find them out: 9/10 of device memory, 4/5 of host memory."""
+    """As the engine would find them out: 9/10 of device memory, 4/5 of host memory; of a CPU, whose
+    memory is both, a half and 2/5."""
+    if hardware.name.startswith("CPU"):
+        return Budgets(hbm=hardware.memory // 2, dram=hardware.dram * 2 // 5, ssd=ssd)
     return Budgets(hbm=hardware.memory * 9 // 10, dram=hardware.dram * 4 // 5, ssd=ssd)
 
 
