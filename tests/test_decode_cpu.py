@@ -45,6 +45,7 @@ def test_the_faster_dtype_of_transformers_counts() -> None:
 
 
 def test_a_run_without_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="parity extra not installed")
     folder, output = write_tiny_model(tmp_path / "model"), tmp_path / "result.json"
     arguments = ["--model", str(folder), "--contexts", "300", "--tokens", "8", "--rounds", "1"]
     arguments += ["--sides", "kvdrive,transformers float32", "--output", str(output)]
