@@ -401,7 +401,10 @@ def test_no_token_depends_on_calibration(
 
 
 def test_a_search_that_compared_nothing_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    measured: list[Arrangement],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def only_the_start(search: Search) -> Arrangement | None:
         return search.start if len(search.log) < 4 else None

@@ -163,7 +163,13 @@ class Search:
 
     def _untried(self) -> Arrangement | None:
         begun, best = self._begun, self.best
-        rows = sorted({c.cohorts for c in self.candidates}, key=lambda n: abs(n - best.cohorts))
+        # A number of cohorts that was never tried first: it tells more than a neighbour does, and
+        # time may not be enough for both.
+        tried = {used.cohorts for used in begun}
+        rows = sorted(
+            {c.cohorts for c in self.candidates},
+            key=lambda n: (n in tried, abs(n - best.cohorts)),
+        )
         for cohorts in rows:
             row = sorted(
                 (c for c in self.candidates if c.cohorts == cohorts), key=lambda c: c.micro_batch
