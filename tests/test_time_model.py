@@ -155,6 +155,14 @@ def test_no_step_beats_its_bound_nor_loses_to_the_sum(step: StepTimes, schedule:
     assert found.wall - found.busy["device"] == pytest.approx(sum(found.stalls.values()), abs=1e-6)
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("cohorts", [1, 3])
+def test_what_takes_no_time_ends_at_once(layers: int, cohorts: int) -> None:
+    nothing = Cohort(micro_batches=(MicroBatch(select=0.0),) * 2, compute=0.0)
+    for schedule in ("overlapped", "speculative"):
+        assert simulate(times(*[nothing] * cohorts, layers=layers), schedule).wall == 0  # type: ignore[arg-type]
+
+
 @settings(max_examples=30, deadline=None)
 @given(steps())
 def test_one_thing_at_a_time_in_each_lane(step: StepTimes) -> None:

@@ -366,7 +366,8 @@ class _Run:
 
     def compute(self, cohort: int, waits: Sequence[_Wait]) -> None:
         layer = self.next[cohort]
-        if self.left[layer][cohort]:
+        # The last may have been handed over while the one before was being dispatched.
+        if layer == len(self.times.layers) or self.left[layer][cohort]:
             return
         self.next[cohort] += 1
 
