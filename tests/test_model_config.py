@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from flax import nnx
 from kvdrive_jax.models.decoder import Decoder
 from kvdrive_jax.models.model import abstract_model, split
 from kvdrive_jax.models.presets import PRESETS, preset
-from kvdrive_jax.models.weights import parse_config
+from kvdrive_jax.models.weights import describe_pretrained, parse_config
 from tests.model_configs import LLAMA, PHI3, QWEN2, QWEN3
 
 
@@ -131,3 +132,10 @@ def test_unknown_preset() -> None:
     with pytest.raises(ValueError, match="Qwen3-8B") as error:
         preset("gpt-2")
     assert all(name in str(error.value) for name in PRESETS)
+
+
+def test_the_preset_of_the_bundled_model_is_what_its_file_says() -> None:
+    file = describe_pretrained("demo", "float32").config
+    known = preset("SmolLM2-135M-Instruct")
+    assert known.rms_norm_eps == pytest.approx(file.rms_norm_eps)  # the file has it in float32
+    assert replace(known, rms_norm_eps=file.rms_norm_eps) == file

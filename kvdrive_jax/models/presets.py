@@ -105,7 +105,7 @@ SMOLLM2_135M = ModelConfig(
     max_positions=8192,
     rope=RopeConfig(rotary_dim=64, theta=100000.0),
     tied_embeddings=True,
-    eos_token_ids=(2,),
+    eos_token_ids=(0, 2),
     bos_token_id=1,
 )
 
